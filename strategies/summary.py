@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 
+from megatron_lightning.optional import require
 from megatron_lightning.strategies.lightning_internals import FullSummary, replace_summary
 
 _FLOPS = "total flops"  # 0, since no example input is run
@@ -73,6 +74,7 @@ def _without_flops(callback: ModelSummary) -> Callable[..., None]:
 
     def summarize(*columns: Any, **options: Any) -> None:
         if isinstance(callback, RichModelSummary):
+            require("rich", "a summary in colors")
             from rich import get_console
 
             console = get_console()

@@ -36,6 +36,7 @@ from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
 from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.optional import require
 from megatron_lightning.parallel.spec import Box
 
 ModelKind = Literal["transformers", "gpt"]
@@ -377,6 +378,7 @@ class AutoBridge(FolderModel):
         Every class named by ``config.json`` can be trained. :class:`HuggingFaceModule` can train
         the classes listed here.
         """
+        require("transformers", "a folder of Hugging Face")
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_lightning.errors import ConfigError, MissingCheckpointError
+from megatron_lightning.optional import require
 
 CONFIG = "config.json"
 TIE = "tie_word_embeddings"
@@ -25,6 +26,7 @@ def load_config(path: Path, *, trust_remote_code: bool) -> Any:
         MissingCheckpointError: If the folder has none.
         ConfigError: If the configuration is damaged, or ``transformers`` does not know the model.
     """
+    require("transformers", "a folder of Hugging Face")
     from transformers import AutoConfig
 
     file = path / "config.json"
@@ -72,6 +74,7 @@ def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
 
 def load_generation_config(path: Path) -> Any:
     """Return the configuration of text generation. None: the folder has none."""
+    require("transformers", "a folder of Hugging Face")
     from transformers import GenerationConfig
 
     file = path / "generation_config.json"

@@ -40,6 +40,7 @@ from megatron_lightning.bridge.untouched import (
 )
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.optional import require
 
 
 class Plan(NamedTuple):
@@ -143,6 +144,7 @@ class FolderModel:
         Raises:
             ConfigError: If ``transformers`` has no such class.
         """
+        require("transformers", "a folder of Hugging Face")
         import transformers
 
         names = list(getattr(self.config, "architectures", None) or ())
@@ -150,6 +152,7 @@ class FolderModel:
             names = [self._change.architecture]
         remote = getattr(self.config, "auto_map", {}) if self._trusts else {}
         if "AutoModelForCausalLM" in remote:
+            require("transformers", "a folder of Hugging Face")
             from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
             return get_class_from_dynamic_module(remote["AutoModelForCausalLM"], str(self.path))

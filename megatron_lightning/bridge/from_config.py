@@ -16,6 +16,7 @@ from megatron_lightning.bridge.new_files import new_files
 from megatron_lightning.bridge.untouched import saved_table
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.optional import require
 
 _CARD = """# {name}
 
@@ -68,6 +69,7 @@ def generation_text(config: Any) -> bytes:
 
 def model_card(architecture: str) -> bytes:
     """Return the content of README.md, with metadata for the Hub."""
+    require("huggingface_hub", "a folder of Hugging Face")
     from huggingface_hub import ModelCard, ModelCardData
 
     data = ModelCardData(library_name="transformers", pipeline_tag="text-generation")
@@ -76,6 +78,7 @@ def model_card(architecture: str) -> bytes:
 
 
 def _class_of(config: Any) -> Any:
+    require("transformers", "a folder of Hugging Face")
     import transformers
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 

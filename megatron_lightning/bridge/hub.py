@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_lightning.bridge.folder import INDEX, PICKLE, PICKLE_INDEX, SINGLE
 from megatron_lightning.errors import MissingCheckpointError
+from megatron_lightning.optional import require
 
 TEXTS = (
     "*.json", "*.model", "*.model.*", "*.txt", "*.jinja", "*.py", "*.md", "*.tiktoken", "*.spm",
@@ -37,6 +38,7 @@ def local_folder(path: str | Path, *, revision: str | None = None, weights: bool
         return Path(path)
     if Path(path).suffix == ".ckpt":  # of a checkpoint: no request of the Hub could help
         raise MissingCheckpointError.at(path)
+    require("huggingface_hub", "a folder of Hugging Face")
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
@@ -94,6 +96,7 @@ def find_file(path: str | Path, name: str, *, revision: str | None = None) -> Pa
 
 def _cached(path: str | Path, revision: str | None, *, weights: bool) -> Path | None:
     """Return the snapshot in the cache. None: there is none, or files are missing from it."""
+    require("huggingface_hub", "a folder of Hugging Face")
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
@@ -123,6 +126,7 @@ def _listed(index: Path) -> tuple[str, ...]:
 def _snapshot(
     path: str | Path, revision: str | None, files: Sequence[str], *, cached: bool = False
 ) -> Path:
+    require("huggingface_hub", "a folder of Hugging Face")
     from huggingface_hub import snapshot_download
 
     options: dict[str, Any] = {"allow_patterns": list(files), "ignore_patterns": [*_OTHER_FOLDERS]}

@@ -29,6 +29,7 @@ from megatron_lightning.checkpoint.text_record import TextRecord
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.models.blueprint import saved_tensors
+from megatron_lightning.optional import require
 from megatron_lightning.parallel.spec import Box
 
 _CARD = """---
@@ -71,6 +72,7 @@ class NewFolder(FolderTensors):
         tokenizer: str | None,
         texts: TextRecord | None,
     ) -> None:
+        require("huggingface_hub", "a folder of Hugging Face")
         from huggingface_hub.errors import StrictDataclassFieldValidationError
 
         super().__init__(path)
@@ -142,6 +144,7 @@ class NewFolder(FolderTensors):
 
 
 def _load_tokenizer(path: str) -> tuple[Any, Path]:
+    require("transformers", "a folder of Hugging Face")
     from transformers import AutoTokenizer
 
     folder = local_folder(path, weights=False)
@@ -204,6 +207,7 @@ def new_gpt_folder(
             f"the family {family} does not describe the model of {checkpoint}: it lacks "
             f"{', '.join(missing_names)}. Leave --family out to take the first that does."
         )
+    require("transformers", "a folder of Hugging Face")
     import transformers
 
     model_class = getattr(transformers, chosen.architecture)

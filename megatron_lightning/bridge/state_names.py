@@ -16,6 +16,7 @@ from megatron_lightning.bridge.kept import KeptFolder
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.new_folder import NewFolder
 from megatron_lightning.bridge.untouched import lazy_model
+from megatron_lightning.optional import require
 
 
 class _Table(NamedTuple):
@@ -71,6 +72,7 @@ def tied_tensors(
 def _model_of(folder: FolderTensors, *, trust_remote_code: bool) -> tuple[Any, Any]:
     """Return configuration and class of the folder's model."""
     if isinstance(folder, NewFolder):
+        require("transformers", "a folder of Hugging Face")
         import transformers
 
         return folder.config, getattr(transformers, folder.config.architectures[0])

@@ -30,6 +30,7 @@ from megatron_lightning.data.chat_view import (
 )
 from megatron_lightning.data.marked_templates import marks_of
 from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.optional import require
 
 _STAND_IN = "\U000f0000"
 """A private character in the place of an answer."""
@@ -279,6 +280,7 @@ class ChatTemplate:
     def _rendered(
         self, template: str, chat: Chat, messages: Sequence[Mapping[str, Any]], prompt: bool
     ) -> tuple[str, list[Span]]:
+        require("transformers", "chat data")
         from transformers.utils.chat_template_utils import render_jinja_template
 
         marked = self.marks(chat)
@@ -326,13 +328,9 @@ class ChatTemplate:
 def _compile(template: str) -> None:
     from jinja2 import TemplateError
 
-    try:
-        from transformers.utils.chat_template_utils import render_jinja_template
-    except ImportError as error:
-        raise ConfigError(
-            "chat templates need the package transformers, which is not installed; `pip install "
-            "'megatron_lightning[finetune]'`"
-        ) from error
+    require("transformers", "a chat template")
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     try:
         render_jinja_template([], chat_template=template)
     except TemplateError as error:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.optional import require
 
 Ids = npt.NDArray[np.int32]
 
@@ -30,6 +31,7 @@ class ChatTokenizer:
     """
 
     def __init__(self, tokenizer: Any, source: str = "", *, new_tokens: Sequence[str] = ()) -> None:
+        require("transformers", "chat data")
         from transformers import PreTrainedTokenizerBase
 
         self.source = source or type(tokenizer).__name__
@@ -78,13 +80,9 @@ class ChatTokenizer:
             ConfigError: If ``transformers`` is not installed, or the tokenizer cannot be used.
             DataError: If none can be loaded.
         """
-        try:
-            import transformers
-        except ImportError as error:
-            raise ConfigError(
-                "chat data need the package transformers, which is not installed; `pip install "
-                "'megatron_lightning[finetune]'`"
-            ) from error
+        require("transformers", "chat data")
+        import transformers
+
         if not isinstance(source, str | Path):
             return cls(source, new_tokens=new_tokens)
         try:
@@ -185,6 +183,7 @@ class ChatTokenizer:
 
 
 def _from_tokenizers(tokenizer: Any, source: str) -> Any:
+    require("tokenizers", "chat data")
     from tokenizers import Tokenizer
 
     if not isinstance(tokenizer, Tokenizer):
@@ -198,6 +197,7 @@ def _from_tokenizers(tokenizer: Any, source: str) -> Any:
 
 def _fast(keyword: str, value: Any) -> Any:
     """Return a tokenizer of ``transformers`` around a tokenizer of ``tokenizers``."""
+    require("transformers", "chat data")
     import transformers
 
     make: Any = transformers.PreTrainedTokenizerFast

@@ -5,7 +5,6 @@ and the Python standard library's own source.
 from __future__ import annotations
 
 import gzip
-import importlib
 import io
 import os
 import sysconfig
@@ -19,7 +18,8 @@ import fsspec
 
 from megatron_lightning.data.records import Record, Row
 from megatron_lightning.data.remote import store_of
-from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.errors import DataError
+from megatron_lightning.optional import missing, require
 
 STDLIB = "stdlib"
 """Input name of the standard library's source: 12 MB of real text, present on every machine."""
@@ -121,10 +121,7 @@ def opened(path: str) -> Iterator[IO[bytes]]:
     except ValueError as error:
         if "ompression type" not in str(error):
             raise
-        raise ConfigError(
-            f"{path}: reading .zst needs the package zstandard, which is not installed; `pip "
-            "install 'megatron_lightning[data]'`"
-        ) from error
+        raise missing("zstandard", f"{path}: reading .zst") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path}: is damaged ({error}); copy it again") from error
 
@@ -218,14 +215,8 @@ def _read_parquet(path: str, begin: int, end: int | None) -> Iterator[Record]:
 
 @contextmanager
 def _parquet(path: str) -> Iterator[Any]:
-    try:
-        arrow = importlib.import_module("pyarrow")
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise ConfigError(
-            f"{path}: reading Parquet needs the package pyarrow, which is not installed; `pip "
-            "install 'megatron_lightning[data]'`"
-        ) from error
+    arrow = require("pyarrow", f"{path}: reading Parquet")
+    parquet = require("pyarrow.parquet", f"{path}: reading Parquet")
     with opened(path) as file:
         try:
             yield parquet.ParquetFile(file)

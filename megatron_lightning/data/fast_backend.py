@@ -11,9 +11,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from megatron_lightning.data.tokenizer_kinds import PlainTokenizer, needed_package
+from megatron_lightning.data.tokenizer_kinds import PlainTokenizer
 from megatron_lightning.data.tokenizers import Tokenizer, TokenizerType
 from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.optional import require
 
 TokenizerBackend = Literal["reference", "gigatoken"]
 _COMPARED = 64
@@ -51,7 +52,7 @@ class GigatokenTokenizer(PlainTokenizer):
     """
 
     def __init__(self, reference: Tokenizer) -> None:
-        self._gigatoken = needed_package("gigatoken", "tokenizer_backend=gigatoken")
+        self._gigatoken = require("gigatoken", "tokenizer_backend=gigatoken")
         self._reference = reference
         self._rules = _rules(reference)
         self.vocab_size, self.eod, self.pad = reference.vocab_size, reference.eod, reference.pad

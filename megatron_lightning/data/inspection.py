@@ -11,6 +11,7 @@ from megatron_lightning.data.lengths import Lengths
 from megatron_lightning.data.remote import written_path
 from megatron_lightning.data.show import NOTE, histogram_text, new_console
 from megatron_lightning.errors import DataError
+from megatron_lightning.optional import require
 
 _BLOCK = 1 << 24  # tokens
 
@@ -49,6 +50,7 @@ def length_picture(indexed: IndexedDataset) -> Any:
 
 
 def _summary(indexed: IndexedDataset, smallest: int, largest: int) -> Any:
+    require("rich", "a picture of data")
     from rich.text import Text
 
     mebibytes = indexed.num_tokens * indexed.dtype.itemsize / 2**20

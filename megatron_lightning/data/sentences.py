@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.optional import require
 
 SentenceSplitter = Literal["rules", "lines", "punkt"]
 
@@ -84,15 +85,9 @@ def _is_abbreviated(before: str, end: str) -> bool:
 
 
 def _punkt(lang: str) -> Callable[[str], list[str]]:
+    nltk = require("nltk.tokenize", "sentence_splitter=punkt", "set sentence_splitter=rules")
     try:
-        from nltk.tokenize import PunktTokenizer  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    except ImportError as error:
-        raise ConfigError(
-            "sentence_splitter=punkt needs the package nltk, which is not installed; `pip install "
-            "nltk`, or set sentence_splitter=rules"
-        ) from error
-    try:
-        tokenizer: Any = PunktTokenizer(lang)
+        tokenizer: Any = nltk.PunktTokenizer(lang)
     except (LookupError, OSError) as error:
         raise ConfigError(
             f"sentence_splitter=punkt: nltk has no data for lang={lang!r}; `python -m "

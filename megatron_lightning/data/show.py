@@ -11,7 +11,7 @@ import numpy.typing as npt
 from megatron_lightning.data.lengths import Histogram, Lengths
 from megatron_lightning.data.packing import Numbers
 from megatron_lightning.data.supervised import IGNORED
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.optional import require
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -28,12 +28,9 @@ def new_console() -> Any:
     Raises:
         ConfigError: If ``rich`` is not installed.
     """
-    try:
-        from rich.console import Console
-    except ImportError as error:
-        raise ConfigError(
-            "`data show` needs the package rich, which is not installed; `pip install rich`"
-        ) from error
+    require("rich", "a picture of data")
+    from rich.console import Console
+
     return Console(highlight=False, soft_wrap=True)
 
 
@@ -44,6 +41,7 @@ def sample_text(sample: Mapping[str, npt.NDArray[np.int64]], decode: Decode) -> 
         sample: ``tokens`` and ``labels`` [s], and ``document_ids`` [s] if documents share a row.
         decode: Ids -> text.
     """
+    require("rich", "a picture of data")
     from rich.text import Text
 
     tokens, labels = sample["tokens"], sample["labels"]
@@ -92,6 +90,7 @@ def histogram(lengths: Numbers, longest: int) -> Text:
 
 def histogram_text(found: Histogram) -> Text:
     """Return bars in colors."""
+    require("rich", "a picture of data")
     from rich.text import Text
 
     text = Text()
@@ -111,6 +110,7 @@ def stream_text(tokens: Sequence[int], end: int | None, decode: Decode) -> Text:
         end: Id at the end of a document. None: unknown.
         decode: Ids -> text.
     """
+    require("rich", "a picture of data")
     from rich.text import Text
 
     text, begin = Text(), 0

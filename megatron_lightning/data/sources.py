@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_lightning.data.records import Record
-from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.errors import DataError
+from megatron_lightning.optional import require
 
 _LINES = (".jsonl", ".ndjson")
 SUFFIXES = (*_LINES, ".json", ".csv", ".parquet", ".arrow")
@@ -162,21 +163,12 @@ def _read_csv(path: str) -> Iterator[Row]:
 
 
 def _needs(package: str, what: str) -> Any:
-    from importlib import import_module
-
-    try:
-        return import_module(package)
-    except ImportError as error:
-        root = package.partition(".")[0]
-        raise ConfigError(
-            f"{what} needs the package {root}, which is not installed; "
-            "`pip install 'megatron_lightning[finetune]'`, or convert the data to JSON lines"
-        ) from error
+    return require(package, what, "convert the data to JSON lines")
 
 
 def _read_parquet(path: str) -> Iterator[Row]:
+    arrow = _needs("pyarrow", f"{path}: Parquet")
     parquet = _needs("pyarrow.parquet", f"{path}: Parquet")
-    arrow = _needs("pyarrow", path)
     with _opened(path) as file:
         try:
             batches = parquet.ParquetFile(file).iter_batches()

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_lightning.data.token_bytes import TokenBytes
 from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.optional import require
 
 NO_PAD = -1
 """Padding id of a tokenizer without padding, or with the end of document as padding: no real token
@@ -73,7 +74,7 @@ class JsonTokenizer(PlainTokenizer):
     """
 
     def __init__(self, model: str | Path, eod: str | None = None) -> None:
-        tokenizers = needed_package("tokenizers", "tokenizer_type=json")
+        tokenizers = require("tokenizers", "tokenizer_type=json")
         path = Path(model) / "tokenizer.json" if Path(model).is_dir() else Path(model)
         self._path = str(path)
         try:
@@ -168,7 +169,7 @@ class TiktokenTokenizer(PlainTokenizer):
         special_tokens: dict[str, int] | None = None,
         eod: str = _END,
     ) -> None:
-        tiktoken = needed_package("tiktoken", "TiktokenTokenizer")
+        tiktoken = require("tiktoken", "TiktokenTokenizer")
         load = importlib.import_module("tiktoken.load")
         try:
             ranks = load.load_tiktoken_bpe(path)
@@ -306,20 +307,6 @@ class NullTokenizer(PlainTokenizer):
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def needed_package(package: str, option: str) -> Any:
-    """Import a package that an option needs.
-
-    Raises:
-        ConfigError: If the package is missing.
-    """
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ConfigError(
-            f"{option} needs the package {package}, which is not installed; `pip install {package}`"
-        ) from error
 
 
 def _end_in(path: Path) -> str | None:

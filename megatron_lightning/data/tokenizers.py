@@ -26,6 +26,7 @@ from megatron_lightning.data.tokenizer_kinds import (
     NullTokenizer,
 )
 from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.optional import require
 
 TokenizerType = Literal["sentencepiece", "huggingface", "json", "bytes", "null", "class_path"]
 
@@ -244,13 +245,9 @@ def huggingface_tokenizer(model: str | Path) -> Any:
         ConfigError: If ``transformers`` is missing.
         DataError: If no tokenizer can be loaded from ``model``.
     """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ConfigError(
-            "tokenizer_type=huggingface needs the package transformers, which is not "
-            "installed; `pip install transformers`, or set tokenizer_type=sentencepiece"
-        ) from error
+    require("transformers", "tokenizer_type=huggingface", "set tokenizer_type=sentencepiece")
+    from transformers import AutoTokenizer
+
     try:
         # False, not None: transformers would ask on the terminal of every rank.
         return AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)

@@ -6,13 +6,13 @@ import sys
 from typing import Any
 
 from megatron_lightning.data.tokenizers import TokenizerType
-from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.batch import DraftCounts
 from megatron_lightning.inference.job import ModelJob
 from megatron_lightning.inference.load import Dtype
 from megatron_lightning.inference.own_generate import OwnGenerate
 from megatron_lightning.inference.text import Codec
 from megatron_lightning.inference.text_model import TextModel
+from megatron_lightning.optional import require
 from megatron_lightning.parallel.context import ALONE, AxisGroup
 
 
@@ -129,13 +129,7 @@ def check_installed() -> None:
     Raises:
         ConfigError: If the harness is not installed.
     """
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"evaluation needs lm-evaluation-harness, which cannot be imported ({error}). `pip "
-            "install 'megatron_lightning[eval]'`."
-        ) from error
+    require("lm_eval", "evaluation by lm-evaluation-harness")
 
 
 def sharing_of(engine: TextModel) -> AxisGroup:

@@ -20,17 +20,22 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from lm_eval import simple_evaluate
-from lm_eval.api.model import TemplateLM
-from lm_eval.tasks import TaskManager
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.continuation import final_text
 from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.text import Codec, Message
 from megatron_lightning.inference.text_model import TextModel
+from megatron_lightning.optional import missing
 from megatron_lightning.parallel.context import AxisGroup
+
+try:
+    from lm_eval import simple_evaluate
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+except ImportError as error:
+    raise missing("lm_eval", "evaluation by lm-evaluation-harness", error=error) from error
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -19,6 +19,7 @@ from megatron_lightning.inference.job import ModelJob
 from megatron_lightning.inference.load import Dtype
 from megatron_lightning.inference.text import Codec
 from megatron_lightning.inference.text_model import TextModel
+from megatron_lightning.optional import require
 
 _KEY = "MEGATRON_LIGHTNING_API_KEY"
 _LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
@@ -146,6 +147,7 @@ def _serve(engine: TextModel, codec: Codec, settings: Any) -> None:
 
 
 def _answer(stepping: Any, codec: Codec, settings: Any) -> None:
+    require("uvicorn", "the server")
     import uvicorn
 
     from megatron_lightning.inference.connections import patient_for
@@ -235,14 +237,8 @@ def _accepted_hosts(host: str, allowed_hosts: Iterable[str]) -> frozenset[str] |
 
 
 def _check_installed() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"the server needs FastAPI and uvicorn, which cannot be imported ({error}). `pip "
-            "install 'megatron_lightning[serve]'`."
-        ) from error
+    for package in ("fastapi", "uvicorn"):
+        require(package, "the server")
 
 
 def _api_key(file: str | None) -> str | None:

@@ -15,11 +15,6 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-
 from megatron_lightning.inference.api_answers import Answer
 from megatron_lightning.inference.api_models import ApiError
 from megatron_lightning.inference.api_requests import ApiRequest, parse
@@ -27,6 +22,15 @@ from megatron_lightning.inference.following import Followed
 from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.stepping import Stepping
 from megatron_lightning.inference.text import Codec
+from megatron_lightning.optional import missing
+
+try:
+    from fastapi import FastAPI, Request, Response
+    from fastapi.responses import JSONResponse, StreamingResponse
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
+except ImportError as error:
+    raise missing("fastapi", "the server", error=error) from error
 
 _GONE = 499
 """Status of an answer that nobody reads."""

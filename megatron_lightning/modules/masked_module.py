@@ -14,6 +14,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.modules.masked_data import MaskedDataModule
+from megatron_lightning.optional import require
 from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
 
 Batch = dict[str, Tensor]
@@ -99,6 +100,7 @@ class MaskedLanguageModule(FolderModule):
             self.model.config.use_cache = False  # training reads no cache
 
     def _new_bridge(self) -> AutoBridge:
+        require("transformers", "a masked model")
         from transformers import AutoConfig
 
         options = dict(self._new_config or {})

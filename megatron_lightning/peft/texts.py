@@ -14,6 +14,7 @@ from typing import Any
 from megatron_lightning.bridge.new_folder import end_of_turn
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.errors import ConfigError, MissingCheckpointError
+from megatron_lightning.optional import require
 from megatron_lightning.peft.saved import SavedAdapters
 
 _GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
@@ -53,6 +54,7 @@ def stops(files: Mapping[str, bytes], template: str | None = None) -> dict[str, 
         added[_TEMPLATE] = _text_of(template).encode()
     if not any(name.startswith(_TOKENIZER) for name in files):
         return added
+    require("transformers", "adapters for Hugging Face")
     from transformers import AutoTokenizer
 
     with KeptFiles({**files, **added}).unpacked() as folder:

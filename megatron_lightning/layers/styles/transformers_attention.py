@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.attention import CoreAttention
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
+from megatron_lightning.optional import require
 
 NAME = "megatron_lightning"
 _CORE = "core_attention"
@@ -35,6 +36,7 @@ def put_core(module: nn.Module) -> CoreAttention:
 
     All attention modules of the model share a configuration, so every attention module needs ours.
     """
+    require("transformers", "an attention module of transformers")
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attend)
