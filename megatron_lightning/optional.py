@@ -17,6 +17,7 @@ EXTRAS: Mapping[str, str] = types.MappingProxyType(
         "huggingface_hub": "hf",
         "lm_eval": "eval",
         "pyarrow": "data",
+        "pydantic": "serve",
         "rich": "finetune",
         "starlette": "serve",
         "tokenizers": "hf",

@@ -82,6 +82,7 @@ def find_file(path: str | Path, name: str, *, revision: str | None = None) -> Pa
     if Path(path).exists():
         file = Path(path) / name
         return file if file.is_file() else None
+    require("huggingface_hub", "a folder of Hugging Face")
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -10,7 +10,12 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from megatron_lightning.optional import missing
+
+try:
+    from pydantic import BaseModel, ConfigDict, Field, ValidationError
+except ImportError as error:
+    raise missing("pydantic", "the server", error=error) from error
 
 _UNSUPPORTED = (
     "is not supported by this server. Leave it out, or serve the exported folder with vLLM or "

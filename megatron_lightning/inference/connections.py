@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from megatron_lightning.optional import missing
+
+try:
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+except ImportError as error:
+    raise missing("uvicorn", "the server", error=error) from error
 
 
 def patient_for(timeout_s: float) -> type[asyncio.Protocol]:

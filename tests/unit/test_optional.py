@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("megatron_lightning", "strategies", "callbacks")
 DISTRIBUTIONS = {
     "lm_eval": "lm-eval",
+    "pydantic": "fastapi",
     "huggingface_hub": "transformers",
     "tokenizers": "transformers",
 }
