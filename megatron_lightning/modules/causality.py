@@ -18,6 +18,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.dropout import evaluated
 from megatron_lightning.models.pair import FrozenPair
 from megatron_lightning.models.plans.hf_plans import transformers_models
+from megatron_lightning.optional import require
 
 _LENGTH = 8
 """Tokens of a row on each rank that shares the row. In a short row a token weighs much."""
@@ -85,6 +86,7 @@ def check_causal(module: LightningModule) -> None:
 
 
 def _message(model: Any, length: int, before: float, own: float) -> str:
+    require("transformers", "a model of transformers")
     import transformers
 
     advice = (
