@@ -26,6 +26,8 @@ _OPTIONS_OF_A_CLASS = (
     ". Options go with the name of a class, as in --trainer.strategy=MegatronStrategy. In YAML: "
     "strategy: {class_path: MegatronStrategy, init_args: {...}}."
 )
+_OF_A_MODULE = ". Name the class with its module, such as torch.optim.SGD."
+_OPTIMIZER = re.compile(r"--model(\.\w+)*\.optimizer")
 _NO_FP8 = ". FP8 layers are not available; set --trainer.precision=bf16-mixed or bf16-true."
 
 
@@ -47,8 +49,8 @@ class OneLineParser(ArgumentParser):
         self, args: Sequence[str] | None = None, *rest: Any, **settings: Any
     ) -> Any:
         """Parse ``args``. See jsonargparse."""
-        if args is not None and len(args) == 1:
-            args = [_yaml_of_python(args[0])]
+        if args is not None:
+            args = [_yaml_of_python(args[0])] if len(args) == 1 else _with_class_paths(args)
         return super().parse_args(args, *rest, **settings)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -123,6 +125,8 @@ def in_one_line(message: str) -> str:
     depths = [len(line) - len(line.lstrip(" ")) for line in lines]
     deepest = [index for index, depth in enumerate(depths) if depth == max(depths)]
     words = [line.strip(" -") for line in lines]
+    if any("typing.Literal" in words[index] for index in deepest):  # a name, not a class
+        deepest = [index for index in deepest if "dot import path" not in words[index]]
     key = f"{lines[0]} " if lines[0].endswith(":") else ""
     first = next(
         (index for index in deepest if not any(kind in words[index] for kind in _TYPES)), None
@@ -182,6 +186,26 @@ def _yaml_of_python(argument: str) -> str:
     return f"{name}={json.dumps(value)}" if isinstance(value, dict | list | None) else argument
 
 
+def _with_class_paths(args: Sequence[str]) -> list[str]:
+    """Return the arguments with the class of an optimizer as a mapping, if there are options of the
+    optimizer, too.
+
+    ``--model.optimizer=torch.optim.SGD --model.optimizer.lr=0.1``: jsonargparse merges options into
+    a mapping, and would lose a name.
+    """
+    result: list[str] = []
+    words = iter(args)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not (_OPTIMIZER.fullmatch(name) and any(w.startswith(f"{name}.") for w in args)):
+            result.append(word)
+            continue
+        value = value if equals else next(words, "")
+        is_name = value.replace(".", "").isidentifier()
+        result.append(f"{name}={json.dumps({'class_path': value}) if is_name else value}")
+    return result
+
+
 def _why_left_out(line: str) -> str:
     """Return why a value is not among an option's choices, and the setting to change. "": ``line``
     already says so, or no reason is known.
@@ -203,4 +227,6 @@ def _plain(types: str) -> str:
 def _hint(key: str, problem: str) -> str:
     """Return the setting to change for a problem with an unclear message."""
     needs_class = "dot import path" in problem or "Strategy is abstract" in problem
-    return _OPTIONS_OF_A_CLASS if '"trainer.strategy"' in key and needs_class else ""
+    if '"trainer.strategy"' in key and needs_class:
+        return _OPTIONS_OF_A_CLASS
+    return _OF_A_MODULE if "dot import path" in problem else ""

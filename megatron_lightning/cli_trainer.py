@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
@@ -17,9 +18,13 @@ from typing_extensions import override
 from megatron_lightning import callbacks, modules
 from megatron_lightning.callbacks.closing_summary import ClosingSummary
 from megatron_lightning.callbacks.progress_bars import count_to_max_steps
+from megatron_lightning.checkpoint.format.class_paths import imported_class
 from megatron_lightning.cli_parser import OneLineParser
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.gpt import GPTLightningModule
+from megatron_lightning.modules.language_model import LanguageModule
+from megatron_lightning.modules.named_optimizer import NamedOptimizer
+from megatron_lightning.modules.objective import ObjectiveModule
 from megatron_lightning.modules.pretrain_data import PretrainDataModule
 from megatron_lightning.optim import ScheduledLR
 from megatron_lightning.resilience.restart import Restarts
@@ -73,6 +78,50 @@ class MegatronCLI(LightningCLI):
         strategy_options = tuple(inspect.signature(MegatronStrategy).parameters)
         for one_parser in (self.parser, parser):
             one_parser.strategy_options = strategy_options
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the arguments, and keep them."""
+        self._arguments = args
+        super().parse_arguments(parser, args)
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        """Give LightningCLI's ``--optimizer`` to a module of ours, which has the option
+        ``model.optimizer``. Import the class of the optimizer.
+
+        Raises:
+            ConfigError: If an optimizer is given twice, or has a scheduler beside it.
+        """
+        config = self.config.get(str(self.subcommand), self.config)
+        options = _options_of_ours(config.get("model"))
+        if options is None:
+            return
+        if config.get("lr_scheduler") is not None:
+            raise ConfigError(
+                "lr_scheduler is given, and modules of this package have a schedule of their own. "
+                "Set --model.lr_schedule=linear, cosine or wsd, and --model.warmup_steps."
+            )
+        if config.get("optimizer") is not None:
+            if options.get("optimizer") is not None:
+                raise ConfigError(
+                    "optimizer and model.optimizer are both given, and mean the same. Leave one "
+                    "out."
+                )
+            options["optimizer"] = self._given("optimizer")
+            config["optimizer"] = None
+        if options.get("optimizer") is not None:
+            NamedOptimizer.of(options["optimizer"]).import_classes()
+
+    def _given(self, name: str) -> Any:
+        """Return an option as plain values, without defaults."""
+        parse = (
+            self.parser.parse_object
+            if isinstance(self._arguments, dict | Namespace)
+            else (self.parser.parse_args)
+        )
+        given = parse(self._arguments, defaults=False)
+        return given.get(str(self.subcommand), given)[name].as_dict()
 
     @override
     def instantiate_trainer(self, **settings: Any) -> Trainer:
@@ -146,3 +195,14 @@ class MegatronCLI(LightningCLI):
                 "lr_scheduler": {"scheduler": lr_scheduler, "interval": "step"},
             }
         return LightningCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
+
+
+def _options_of_ours(model: Any) -> Namespace | None:
+    """Return the options of the module of ours that makes the optimizer. None: another module."""
+    kind = None if model is None else imported_class(model.get("class_path"))
+    if not isinstance(kind, type) or not issubclass(kind, LanguageModule):
+        return None
+    if issubclass(kind, ObjectiveModule):
+        return _options_of_ours(model.get("init_args.model"))
+    is_ours = kind.configure_optimizers is LanguageModule.configure_optimizers
+    return model.init_args if is_ours and "init_args" in model else None

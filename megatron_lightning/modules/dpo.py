@@ -28,6 +28,7 @@ from megatron_lightning.models.pair import ReferencePair
 from megatron_lightning.models.token_outputs import token_losses_of
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.modules.first_adapters import ENTRY, FirstAdapters
+from megatron_lightning.modules.frozen_parameters import FrozenParameters
 from megatron_lightning.modules.objective import ObjectiveModule, Template, template_of
 from megatron_lightning.modules.preference_data import PreferenceDataModule
 from megatron_lightning.parallel.collectives import copy_to_axis, reduce_from_axis
@@ -355,4 +356,5 @@ def _without_adapters(template: Template) -> Template:
     """Return a template of the same model before training."""
     copied = copy.copy(template)
     copied.peft = None
+    copied._frozen_parameters = FrozenParameters()  # all of it is frozen
     return copied

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.give_back import save_model
@@ -16,6 +16,7 @@ from megatron_lightning.bridge.new_rows import draw_new_rows
 from megatron_lightning.bridge.remembered import write_kept
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.pair import FrozenPair
+from megatron_lightning.modules.frozen_parameters import summary_of
 from megatron_lightning.modules.language_model import LanguageModule, ModuleT
 from megatron_lightning.peft.record import is_adapters_only
 
@@ -54,6 +55,12 @@ class FolderModule(LanguageModule):
                     "the layer in modules_to_save of LoRA."
                 )
         return model
+
+    def on_fit_start(self) -> None:
+        """Say how many parameters are trained, if patterns freeze some."""
+        text = summary_of(self._trained)
+        if text is not None:
+            rank_zero_info(text)
 
     def prepare_data(self) -> None:
         """Download the folder, once a node. A run from a checkpoint needs no folder."""

@@ -1,4 +1,4 @@
-"""Training of a language model: losses of tokens, AdamW, and a learning rate schedule."""
+"""Training of a language model: losses of tokens, optimizer, and a learning rate schedule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from megatron_lightning.compat import fused_adamw
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.moe import balance_experts
 from megatron_lightning.layers.step_report import log_reports
-from megatron_lightning.optim.lr_schedules import DecayStyle, LRSchedule, ScheduledLR
+from megatron_lightning.modules.frozen_parameters import FrozenParameters
+from megatron_lightning.modules.named_optimizer import NamedOptimizer, PlainValue, check_defaults
+from megatron_lightning.modules.schedule_lengths import (
+    Lengths,
+    ScheduleName,
+    check_schedule_name,
+)
+from megatron_lightning.optim.lr_schedules import LRSchedule, ScheduledLR
 from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
 from megatron_lightning.parallel.stored_weight import StoredWeight
 from megatron_lightning.peft import LoRA
@@ -28,7 +35,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class LanguageModule(LightningModule):
-    """A language model trained with AdamW. Subclasses define the model.
+    """A language model trained with AdamW, or with another optimizer. Subclasses define the model.
 
     A batch holds ``tokens`` and ``labels`` [b, s] (already shifted, -100 leaves a token out), and
     may hold ``loss_mask`` [b, s], ``position_ids`` [b, s] and ``document_ids`` [b, s] (tokens
@@ -41,20 +48,25 @@ class LanguageModule(LightningModule):
 
     Args:
         learning_rate: Peak learning rate.
-        min_learning_rate: Learning rate after the cosine of ``decay_steps``.
-        weight_decay: Decoupled weight decay.
+        min_learning_rate: Learning rate after the decay.
+        weight_decay: Decoupled weight decay of AdamW.
         betas: Adam's decay rates.
         eps: Adam's epsilon.
         warmup_steps: Optimizer steps of linear warm-up. The first step is taken at rate 0. Below 1:
             a fraction of ``decay_steps``, or of the fit without ``decay_steps``.
-        decay_steps: Optimizer steps until the end of the cosine. "max": all steps of the fit.
-            Default: a constant rate after the warm-up.
-        lr_schedule: Another schedule, in place of ``min_learning_rate``, ``warmup_steps`` and
-            ``decay_steps``.
+        decay_steps: Optimizer steps until the end of the decay. "max": all steps of the fit.
+            Default: "max" with the name of a schedule, otherwise a constant rate after the warm-up.
+        lr_schedule: Shape of the decay: "linear", "cosine" (the default with ``decay_steps``), or
+            "wsd" (constant, with a tail of a tenth of ``decay_steps``). Or another schedule, in
+            place of ``min_learning_rate``, ``warmup_steps`` and ``decay_steps``.
         param_groups: Parameters with a separate learning rate or weight decay. Default: norms and
             biases without weight decay.
         fused: Whether AdamW steps all parameters by a single kernel, if torch has the kernel for
             the device.
+        optimizer: Another optimizer than AdamW: ``class_path`` and ``init_args``, which replace
+            ``weight_decay``, ``betas``, ``eps`` and ``fused``. See :class:`NamedOptimizer`.
+        freeze: Patterns of names of parameters and modules that are not trained.
+        train_only: Patterns of names of parameters and modules. All others are not trained.
         peft: Adapters trained in the place of the model's weights. Default: train all weights.
 
     Raises:
@@ -71,6 +83,9 @@ class LanguageModule(LightningModule):
         "routes": 1,
     }
 
+    _has_own_options: ClassVar[bool] = True
+    """Whether a user sets the options, and another module does not pass its own on."""
+
     def __init__(
         self,
         *,
@@ -81,9 +96,12 @@ class LanguageModule(LightningModule):
         eps: float = 1e-8,
         warmup_steps: int | float = 0,
         decay_steps: int | Literal["max"] | None = None,
-        lr_schedule: LRSchedule | None = None,
+        lr_schedule: LRSchedule | ScheduleName | None = None,
         param_groups: Sequence[ParamGroup] | None = None,
         fused: bool = True,
+        optimizer: dict[str, PlainValue] | str | None = None,
+        freeze: Sequence[str] | None = None,
+        train_only: Sequence[str] | None = None,
         peft: LoRA | None = None,
     ) -> None:
         super().__init__()
@@ -103,6 +121,17 @@ class LanguageModule(LightningModule):
         groups = [
             row if isinstance(row, ParamGroup) else ParamGroup(**row) for row in param_groups or ()
         ]
+        named = None if optimizer is None else NamedOptimizer.of(optimizer)
+        self._named_optimizer = named
+        self._frozen_parameters = FrozenParameters(freeze=freeze or (), train_only=train_only or ())
+        if self._frozen_parameters and peft is not None:
+            raise ConfigError(
+                f"freeze={freeze} and train_only={train_only} are given beside peft, and adapters "
+                "freeze all weights of the model already. Leave them out; modules_to_save of LoRA "
+                "names weights that are trained, too."
+            )
+        self.is_partly_frozen = bool(self._frozen_parameters)
+        """Whether frozen parameters are left out of the optimizer."""
         self._settings: dict[str, Any] = {
             "learning_rate": learning_rate,
             "min_learning_rate": min_learning_rate,
@@ -111,11 +140,18 @@ class LanguageModule(LightningModule):
             "eps": eps,
             "warmup_steps": warmup_steps,
             "decay_steps": decay_steps,
-            "lr_schedule": None if lr_schedule is None else asdict(lr_schedule),
+            "lr_schedule": asdict(lr_schedule)
+            if isinstance(lr_schedule, LRSchedule)
+            else lr_schedule,
             "param_groups": None if param_groups is None else [asdict(group) for group in groups],
             "fused": fused,
+            "optimizer": None if named is None else named.plain(),
+            "freeze": None if freeze is None else list(freeze),
+            "train_only": None if train_only is None else list(train_only),
             "peft": None if peft is None else asdict(peft),
         }
+        if named is not None and self._has_own_options:
+            check_defaults(type(self), named, self._settings)
         self._records: Sequence[Record] = ()
         self.peft = peft
         """Adapters. None: all weights are trained."""
@@ -125,15 +161,20 @@ class LanguageModule(LightningModule):
         self.eps = eps
         self.fused = fused
         self.param_groups = (NO_DECAY,) if param_groups is None else tuple(groups)
-        self.lr_schedule = lr_schedule
+        schedule_name = lr_schedule if isinstance(lr_schedule, str) else None
+        if schedule_name is not None:
+            check_schedule_name(schedule_name)
+            decay_steps = "max" if decay_steps is None else decay_steps
+        self._lengths = Lengths(schedule_name, min_learning_rate, warmup_steps, decay_steps)
+        given = lr_schedule if isinstance(lr_schedule, LRSchedule) else None
+        self._lengths.check(given)
+        self.lr_schedule = given or self._lengths.schedule()
         """Schedule of the learning rate. None: constant, or known at the start of the fit."""
-        self._lengths = (min_learning_rate, warmup_steps, decay_steps)
-        _check_lengths(lr_schedule, *self._lengths)
-        if lr_schedule is None and decay_steps != "max" and not 0 < warmup_steps < 1:
-            self.lr_schedule = _schedule(min_learning_rate, int(warmup_steps), decay_steps)
 
     def _adapt(self, model: ModuleT) -> ModuleT:
-        """Attach the adapters to a newly built model, if there are any. Return the model."""
+        """Attach the adapters to a newly built model, or freeze parameters. Return the model."""
+        if self._frozen_parameters:
+            self._frozen_parameters.apply(model)
         return model if self.peft is None else self.peft.apply(model)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -243,13 +284,20 @@ class LanguageModule(LightningModule):
         with balance_experts(self, optimizer):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
+    def check_optimizer(self) -> None:
+        """Check a named optimizer against the full model.
+
+        Raises:
+            ConfigError: If the class is unknown, or patterns of a chain match nothing.
+        """
+        if self._named_optimizer is not None:
+            for member in self._named_optimizer.each():
+                member.check()
+            self._named_optimizer.check_patterns(self)
+
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return AdamW, and the learning rate schedule if a schedule is configured."""
-        groups = make_param_groups(
-            self, self.param_groups, lr=self.learning_rate, weight_decay=self.weight_decay
-        )
-        make = fused_adamw if self.fused else torch.optim.AdamW
-        optimizer = make(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
+        """Return the optimizer, and the learning rate schedule if a schedule is configured."""
+        optimizer = self._optimizer()
         schedule = self.lr_schedule or self._schedule_of_fit()
         if schedule is None:
             return optimizer
@@ -259,25 +307,29 @@ class LanguageModule(LightningModule):
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
 
+    def _optimizer(self) -> torch.optim.Optimizer:
+        named = self._named_optimizer
+        if named is None:
+            groups = make_param_groups(
+                self, self.param_groups, lr=self.learning_rate, weight_decay=self.weight_decay
+            )
+            make = fused_adamw if self.fused else torch.optim.AdamW
+            return make(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
+        mesh = self.device_mesh
+        is_whole = mesh is None or "pp" not in (mesh.mesh_dim_names or ()) or mesh["pp"].size() == 1
+        if is_whole:  # a stage has some of the names; the strategy has checked all of them before
+            named.check_patterns(self)
+        return named.make(self, self.param_groups, self.learning_rate)
+
     def _schedule_of_fit(self) -> LRSchedule | None:
         """Return the schedule with lengths derived from the steps of the fit. None: a constant
         rate.
         """
-        min_lr, warmup, decay = self._lengths
-        if decay != "max" and not 0 < warmup < 1:
+        if not self._lengths.follow_the_fit:
             return None
         if self._trainer is None:  # a check of the module before the Trainer has it
             return None
-        steps = self.trainer.estimated_stepping_batches
-        if not 0 < steps < float("inf"):
-            raise ConfigError(
-                f"decay_steps={decay} and warmup_steps={warmup} follow the steps of the fit, and "
-                f"the Trainer's are {steps}. Set max_steps or max_epochs of the Trainer, or "
-                "numbers of steps."
-            )
-        length = int(steps) if decay in ("max", None) else int(decay)
-        steps_up = int(warmup * length) if warmup < 1 else int(warmup)
-        return _schedule(min_lr, steps_up, None if decay is None else length)
+        return self._lengths.of_fit(self.trainer.estimated_stepping_batches)
 
 
 def token_weights(batch: Batch) -> Tensor:
@@ -298,42 +350,3 @@ def _weighed_by(num_items: Tensor) -> dict[str, Any]:
     Lightning multiplies by ``batch_size`` and divides by the sum, so that a float is a weight.
     """
     return {"batch_size": float(num_items)}
-
-
-def _check_lengths(
-    given: LRSchedule | None,
-    min_lr: float,
-    warmup_steps: int | float,
-    decay_steps: int | Literal["max"] | None,
-) -> None:
-    """Check the options of the schedule against each other."""
-    if given is not None and (min_lr or warmup_steps or decay_steps is not None):
-        raise ConfigError(
-            f"lr_schedule is given beside min_learning_rate={min_lr}, "
-            f"warmup_steps={warmup_steps}, decay_steps={decay_steps}, which it replaces. Put "
-            "them into lr_schedule."
-        )
-    if given is None and min_lr and decay_steps is None:
-        raise ConfigError(
-            f"min_learning_rate={min_lr} is where the decay ends, and decay_steps is not set. Set "
-            "decay_steps=max, which ends the decay with the run, or a number of steps, or leave "
-            "out min_learning_rate."
-        )
-    if warmup_steps < 0 or (warmup_steps > 1 and warmup_steps != int(warmup_steps)):
-        raise ConfigError(
-            f"warmup_steps is {warmup_steps}; it is a number of steps, or a fraction below 1. Set "
-            "one of them."
-        )
-
-
-def _schedule(min_lr: float, warmup_steps: int, decay_steps: int | None) -> LRSchedule | None:
-    """Return the configured schedule. None: a constant rate from the first step on."""
-    if not warmup_steps and decay_steps is None:
-        return None
-    style: DecayStyle = "constant" if decay_steps is None else "cosine"
-    return LRSchedule(
-        lr_decay_style=style,
-        lr_decay_steps=decay_steps,
-        lr_warmup_steps=warmup_steps,
-        min_lr=min_lr,
-    )

@@ -123,6 +123,7 @@ class MaskedLanguageModule(FolderModule):
         Raises:
             ConfigError: If they do not.
         """
+        super().on_fit_start()
         data, model = getattr(self.trainer, "datamodule", None), self.model
         if not isinstance(data, MaskedDataModule):
             return

@@ -41,6 +41,7 @@ class ObjectiveModule(FolderModule):
     """
 
     sequence_dims: ClassVar[Mapping[str, int]] = {}
+    _has_own_options: ClassVar[bool] = False
 
     def __init__(self, model: Template, frozen: Template | None = None) -> None:
         template = template_of(model, "model")
@@ -141,6 +142,7 @@ class ObjectiveModule(FolderModule):
 
     def on_fit_start(self) -> None:
         """Warn if pipeline ranks wait for each other because of the second model."""
+        super().on_fit_start()
         context = self.context
         if self._frozen and context is not None and context.pp.size > 1 == context.layout.vpp:
             rank_zero_warn(

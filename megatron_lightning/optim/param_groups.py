@@ -7,7 +7,7 @@ schedulers, monitors and checkpoints agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,7 @@ def make_param_groups(
     *,
     lr: float,
     weight_decay: float = 0.0,
+    only: Container[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Return the groups for an optimizer. A parameter belongs to the first matching row. In a
     module with adapters, or with a frozen model beside the trained, frozen parameters are left out.
@@ -84,6 +85,7 @@ def make_param_groups(
         table: The rows, in order.
         lr: Common peak learning rate.
         weight_decay: Common weight decay.
+        only: Names of ``named_parameters()``, to leave out all others. None: all parameters.
 
     Returns:
         The default group, then a group for each row, empty groups included.
@@ -108,7 +110,9 @@ def make_param_groups(
         is_wrapper(m) or isinstance(m, Attachment) or getattr(m, "is_partly_frozen", False)
         for m in module.modules()
     )
-    for index, _, parameter in _rows_of(module, table):
+    for index, name, parameter in _rows_of(module, table):
+        if only is not None and name not in only:
+            continue
         if parameter.requires_grad or not skips_frozen:
             groups[index]["params"].append(parameter)
     return groups

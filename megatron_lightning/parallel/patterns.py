@@ -66,6 +66,12 @@ def nearest_pattern(pattern: str, paths: Collection[str]) -> str | None:
         shorter = ".".join(segments[start:])
         if any(compile_pattern(shorter).fullmatch(path) for path in paths):
             return shorter
+    if pattern.startswith("**."):
+        # The end of a path: as many segments as the pattern names.
+        tail = segments[1:]
+        ends = {".".join(_generalized(path).split(".")[-len(tail) :]) for path in paths}
+        nearest = get_close_matches(".".join(tail), sorted(ends), n=1, cutoff=_CUTOFF)
+        return f"**.{nearest[0]}" if nearest else None
     candidates = {_generalized(path): path for path in sorted(paths, reverse=True)}
     close = get_close_matches(_generalized(pattern), candidates, n=1, cutoff=_CUTOFF)
     if not close:

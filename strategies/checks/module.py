@@ -23,6 +23,7 @@ from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.strategies.checks.kinds import (
     has_hook_of_gpt_module,
     has_hook_of_hugging_face_module,
+    is_folder_module,
     is_gpt_module,
     is_objective,
 )
@@ -187,12 +188,14 @@ def check_fused_losses(
 
 
 def check_param_groups(module: pl.LightningModule) -> None:
-    """Check the table of parameter groups and the learning-rate schedule of a
-    :class:`GPTLightningModule`.
+    """Check the named optimizer of a module of this package, and the table of parameter groups and
+    the learning-rate schedule of a :class:`GPTLightningModule`.
 
     Raises:
-        ConfigError: If the table or the schedule does not fit the module's layers.
+        ConfigError: If optimizer, table or schedule do not fit the module's layers.
     """
+    if is_folder_module(module):
+        module.check_optimizer()
     if is_gpt_module(module):
         check_rows(module, module.param_groups)
         if has_hook_of_gpt_module(module, "configure_optimizers"):

@@ -52,6 +52,14 @@ data:
 """
 
 
+GPT = (
+    "--model.config={num_layers: 1, hidden_size: 8, num_attention_heads: 1, vocab_size: 32}",
+    "--data={mock: true, sequence_length: 8, batch_size: 2}",
+    "--trainer.logger=false",
+    "--trainer.accelerator=cpu",
+)
+
+
 class BuiltToy(ToyModule):
     """Built at once, as the command line's ``optimizer:`` section needs it."""
 
@@ -306,6 +314,51 @@ data:
     ]
     assert configured["optimizer"].param_groups[1]["betas"] == [0.8, 0.9]
     assert configured["lr_scheduler"]["scheduler"].schedule.min_lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    "args, expected",
+    [
+        (("--optimizer=SGD", "--optimizer.momentum=0.9"), ("torch.optim.SGD", {"momentum": 0.9})),
+        (
+            ("--model.optimizer=SGD", "--model.optimizer.lr=1e-3", "--model.lr_schedule=wsd"),
+            ("SGD", {"lr": 1e-3}),
+        ),
+        *_slow(
+            (("--optimizer=torch.optim.AdamW",), ("torch.optim.AdamW", {})),
+            (("--model.optimizer", "SGD", "--model.optimizer.lr", "2"), ("SGD", {"lr": 2})),
+            (
+                ("--model.optimizer.class_path=torch.optim.SGD", "--model.optimizer.lr=2"),
+                ("torch.optim.SGD", {"lr": 2}),
+            ),
+        ),
+    ],
+)
+def test_the_optimizer_has_one_name(
+    config: str, args: tuple[str, ...], expected: tuple[str, dict[str, Any]]
+) -> None:
+    """LightningCLI's own --optimizer is the option of our modules, without defaults."""
+    cli = _made([*GPT, *args])
+    named = cli.model.hparams["optimizer"]
+    assert (named["class_path"], named["init_args"]) == expected
+    assert cli.config.optimizer is None and cli.config.model.init_args.optimizer is not None
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (("--optimizer=SGD", "--model.optimizer=SGD"), "both given"),
+        *_slow(
+            (("--optimizer=SGD", "--lr_scheduler=ConstantLR"), "--model.lr_schedule=linear"),
+            (("--model.optimizer=nowhere.Lion",), "cannot be imported"),
+            (("--model.lr_schedule=lin",), "expected one of 'linear', 'cosine', 'wsd' or null"),
+        ),
+    ],
+)
+def test_a_wrong_optimizer_is_one_line(
+    config: str, args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in _fails(["fit", *GPT, *args], capsys)
 
 
 def test_a_schedule_of_the_command_line_is_stepped_with_the_optimizer(
