@@ -272,9 +272,16 @@ class ChatTemplate:
             except TypeError:  # a few templates add the arguments of calls to text
                 return self._rendered(template, chat, _with_text_arguments(messages), prompt)
         except (TemplateError, TypeError, KeyError, ValueError, IndexError) as error:
+            said = f"({type(error).__name__}: {error})"
+            if _begins_with_answer(messages):
+                raise DataError(
+                    f"{chat.where}: the conversation begins with an answer, and the chat template "
+                    f"takes no answer without a question {said}. Write the user's message before "
+                    "it, or set another chat_template."
+                ) from error
             raise DataError(
                 f"{chat.where}: the chat template does not take the first {len(messages)} messages "
-                f"({type(error).__name__}: {error}); mend the row, or set another chat_template"
+                f"{said}. Mend the row, or set another chat_template."
             ) from error
 
     def _rendered(
@@ -386,3 +393,8 @@ def _with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[
         else message
         for message in messages
     ]
+
+
+def _begins_with_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
+    roles = [message["role"] for message in messages if message["role"] != "system"]
+    return roles[:1] == [ASSISTANT]

@@ -4,30 +4,24 @@ and the Python standard library's own source.
 
 from __future__ import annotations
 
-import gzip
-import io
 import os
 import sysconfig
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import fsspec
-
+from megatron_lightning.data.formats import format_of, opened, without_bom
 from megatron_lightning.data.records import Record, Row
 from megatron_lightning.data.remote import store_of
 from megatron_lightning.errors import DataError
-from megatron_lightning.optional import missing, require
+from megatron_lightning.optional import require
 
 STDLIB = "stdlib"
 """Input name of the standard library's source: 12 MB of real text, present on every machine."""
 _NOT_EVERYWHERE = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
-_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-_COMPRESSED = (".gz", ".zst")
 
 
 def stdlib_files() -> list[Path]:
@@ -90,42 +84,6 @@ def _files_of(name: str) -> list[str]:
     return [system.unstrip_protocol(path) if "://" in name else path for path in files]
 
 
-def is_lines(path: str) -> bool:
-    """Return whether a file has a document in each line, compressed or not."""
-    return uncompressed_name(path).endswith(_JSON_SUFFIXES)
-
-
-def is_compressed(path: str) -> bool:
-    """Return whether a file is compressed, by the suffix."""
-    return path.endswith(_COMPRESSED)
-
-
-def uncompressed_name(path: str) -> str:
-    """Return the name without the suffix of a compression."""
-    return path.removesuffix(".gz").removesuffix(".zst")
-
-
-@contextmanager
-def opened(path: str) -> Iterator[IO[bytes]]:
-    """Open a file or URL for reading, uncompressed.
-
-    Raises:
-        ConfigError: If the package of a compression is missing.
-        DataError: If the file is damaged.
-    """
-    method = {".gz": "gzip", ".zst": "zstd"}.get(Path(path).suffix)
-    try:
-        with fsspec.open(path, "rb", compression=method) as file:
-            # the reader of zstd has no lines
-            yield io.BufferedReader(file) if method == "zstd" else file
-    except ValueError as error:
-        if "ompression type" not in str(error):
-            raise
-        raise missing("zstandard", f"{path}: reading .zst") from error
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: is damaged ({error}); copy it again") from error
-
-
 def read_records(files: Sequence[str | Path]) -> Iterator[Record]:
     """Yield the documents of ``files`` in order: each line of a ``.jsonl``, ``.ndjson`` or
     ``.json`` file, each row of a ``.parquet`` file, each other file as a whole. Files may be
@@ -165,13 +123,14 @@ def read_file(
         end: End of the part. None: the file's.
         first_line: Number of the first line of the part.
     """
-    if path.endswith(".parquet"):
+    kind = format_of(path).kind
+    if kind == "parquet":
         yield from _read_parquet(path, begin, end)
-    elif is_lines(path):
+    elif kind == "lines":
         yield from _read_lines(path, begin, end, first_line)
     else:
         with opened(path) as file:
-            yield Record(path, 1, file.read(), is_json=False)
+            yield Record(path, 1, without_bom(file.read()), is_json=False)
 
 
 def _read_lines(path: str, begin: int, end: int | None, first_line: int) -> Iterator[Record]:
@@ -181,8 +140,10 @@ def _read_lines(path: str, begin: int, end: int | None, first_line: int) -> Iter
             file.readline()  # of the part before
         number = first_line
         while (end is None or file.tell() < end) and (line := file.readline()):
+            is_first = begin == 0 and number == 1
             if line.strip():
-                yield Record(path, number, line, is_json=True)
+                raw = without_bom(line) if is_first else line
+                yield Record(path, number, raw, is_json=True)
             number += 1
 
 

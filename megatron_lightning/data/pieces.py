@@ -12,13 +12,8 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
-from megatron_lightning.data.corpus import (
-    count_lines,
-    is_compressed,
-    is_lines,
-    read_file,
-    row_groups,
-)
+from megatron_lightning.data.corpus import count_lines, read_file, row_groups
+from megatron_lightning.data.formats import format_of
 from megatron_lightning.data.records import Record
 from megatron_lightning.errors import DataError
 
@@ -53,7 +48,7 @@ class Piece:
     @property
     def needs_counting(self) -> bool:
         """Whether the lines of the piece are not the first lines of the file."""
-        return self.begin > 0 and is_lines(self.files[0])
+        return self.begin > 0 and format_of(self.files[0]).kind == "lines"
 
     def _records(self, first_line: int) -> Iterator[Record]:
         for path, stamp in zip(self.files, self.stamps, strict=True):
@@ -107,9 +102,8 @@ class _File:
     @property
     def is_whole(self) -> bool:
         """Whether the file is read from begin to end."""
-        return is_compressed(self.path) or not (
-            is_lines(self.path) or self.path.endswith(".parquet")
-        )
+        kind, compression = format_of(self.path)
+        return compression is not None or kind not in ("lines", "parquet")
 
 
 _DATES = ("mtime", "etag", "ETag", "LastModified", "last_modified", "updated", "created")
@@ -126,7 +120,7 @@ def _joined(files: Sequence[_File]) -> Piece:
 
 def _bounds(file: _File, limit: int) -> list[tuple[int, int | None, int]]:
     """Return begin, end and bytes of the pieces of a file."""
-    if not file.path.endswith(".parquet"):
+    if format_of(file.path).kind != "parquet":
         return [
             (begin, min(begin + limit, file.size), min(limit, file.size - begin))
             for begin in range(0, max(file.size, 1), limit)

@@ -73,12 +73,12 @@ class Record:
             # Truncated JSON ends before the newline.
             column = min(error.pos, len(text.rstrip())) + 1
             raise DataError(
-                f"{self.where}: invalid JSON at column {column}: {error.msg}; a line must be one "
-                "object"
+                f"{self.where}: invalid JSON at column {column}: {error.msg}. Each line must be "
+                "one JSON object."
             ) from error
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{self.where}: unreadable JSON ({error}); a line must be one object"
+                f"{self.where}: unreadable JSON ({error}). Each line must be one JSON object."
             ) from error
 
     def fields(self) -> dict[str, Any]:
@@ -90,8 +90,8 @@ class Record:
         fields = self.parsed()
         if not isinstance(fields, dict):
             raise DataError(
-                f"{self.where}: a line must be a JSON object with a text, found "
-                f"{type(fields).__name__}"
+                f"{self.where}: found a {type(fields).__name__}. Each line must be a JSON object "
+                "with a text."
             )
         return fields
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from megatron_lightning.data.sft import DROPPED, MERGED, NULLS, REWRITTEN, UNENDED, Documents
+from megatron_lightning.data.sft import (
+    BROKEN,
+    DROPPED,
+    MERGED,
+    NULLS,
+    REWRITTEN,
+    UNENDED,
+    Documents,
+)
 
 _LEFT_OUT = (
+    BROKEN,
     "rows without an answer",
     "too long",
     "left out as too long",
@@ -35,6 +44,11 @@ def describe_documents(path: str, documents: Documents) -> str:
 def warning_of(path: str, documents: Documents) -> str | None:
     """Return a warning about documents that may not be as meant. None: there are no such ones."""
     counts, warnings = documents.report, []
+    if broken := counts.get(BROKEN, 0):
+        warnings.append(
+            f"{path}: {broken} of {counts.get('rows', 0)} rows cannot be used and are left out "
+            "(bad_rows=skip). bad_rows=refuse names them."
+        )
     if unended := counts.get(UNENDED, 0):
         warnings.append(
             f"{path}: {unended} of {counts.get('documents', 0)} samples end without a special "

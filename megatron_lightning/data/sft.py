@@ -30,6 +30,7 @@ from megatron_lightning.data.sources import Row
 from megatron_lightning.errors import ConfigError, DataError
 
 Truncation = Literal["drop", "left", "middle", "right"]
+BadRows = Literal["refuse", "skip"]
 _VERSION = 3
 _ROWS_AT_ONCE = 512
 _IDS, _TRAINED, _REPORT = "ids.bin", "trained.bin", "report.json"
@@ -40,6 +41,9 @@ DROPPED = {name: f"conversations without their {name}" for name in DROPPABLE}
 MERGED = "answers with characters of the prompt in their first token"
 REWRITTEN = "conversations whose earlier answers keep the form of a last answer"
 NULLS = "arguments of calls left out as null"
+BROKEN = "rows left out as broken"
+_SHOWN = 20
+"""Broken rows named in an error."""
 Marks = npt.NDArray[np.bool_]
 Characters = npt.NDArray[np.int64]
 """Start and end of every token of a text [n, 2]."""
@@ -67,8 +71,15 @@ class SupervisedOptions:
     (``left``) or the middle (``middle``) of the prompt, or the document's end (``right``)."""
     chat: ChatOptions = field(default_factory=ChatOptions)
     """The trained part of a conversation."""
+    bad_rows: BadRows = "refuse"
+    """Treatment of rows that cannot be used: an error names them (``refuse``), or they are left out
+    and counted (``skip``)."""
 
     def __post_init__(self) -> None:
+        if self.bad_rows not in get_args(BadRows):
+            raise ConfigError(
+                f"bad_rows={self.bad_rows!r}; must be one of {', '.join(get_args(BadRows))}"
+            )
         if self.truncation not in get_args(Truncation):
             raise ConfigError(
                 f"truncation={self.truncation!r}; must be one of {', '.join(get_args(Truncation))}"
@@ -104,6 +115,7 @@ class Encoder:
         self._ends = frozenset(ends)
         self.counts: Counter[str] = Counter()
         """Row counts by outcome."""
+        self._broken: list[DataError] = []
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -121,7 +133,8 @@ class Encoder:
         """Yield the documents of rows, in order.
 
         Raises:
-            DataError: If a row cannot be used, with file and line.
+            DataError: If rows cannot be used, with file and line of the first 20, when all rows are
+                read.
         """
         remaining = iter(rows)
         while chunk := list(islice(remaining, _ROWS_AT_ONCE)):
@@ -130,7 +143,7 @@ class Encoder:
             pieces = [
                 (number, piece)
                 for number, row in enumerate(chunk, first)
-                for piece in self._pieces(row)
+                for piece in self._readable(row)
             ]
             # Many texts a call: tokenizers encode a batch faster than text by text.
             texts = [piece for _, piece in pieces if isinstance(piece, Rendered)]
@@ -151,6 +164,32 @@ class Encoder:
                 document = self._cut(full_document)
                 if document is not None:
                     yield document._replace(row=number)
+        if self._broken and self._options.bad_rows == "refuse":
+            raise self._broken_rows()
+
+    def _readable(self, row: Row) -> list[Rendered | Tokens]:
+        """Return the pieces of a row. Empty: the row is broken, and counted."""
+        try:
+            if row.error is not None:
+                raise row.error
+            return list(self._pieces(row))
+        except DataError as error:
+            self.counts[BROKEN] += 1
+            if len(self._broken) < _SHOWN:
+                self._broken.append(error)
+            return []
+
+    def _broken_rows(self) -> DataError:
+        """Return the error of all broken rows."""
+        broken, way_out = self.counts[BROKEN], "Set bad_rows=skip to train without"
+        if broken == 1:
+            return DataError(f"{str(self._broken[0]).rstrip('.')}. {way_out} this row.")
+        more = broken - len(self._broken)
+        lines = [str(error) for error in self._broken] + ([f"and {more:,} more."] if more else [])
+        return DataError(
+            f"{broken:,} of {self.counts['rows']:,} rows cannot be used. {way_out} them, or mend "
+            "them:\n  " + "\n  ".join(lines)
+        )
 
     def _pieces(self, row: Row) -> Iterator[Rendered | Tokens]:
         parsed = parse_row(row)

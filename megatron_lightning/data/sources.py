@@ -7,22 +7,21 @@ here: Arrow gives each column a single type, and the arguments of tools have man
 
 from __future__ import annotations
 
-import codecs
 import csv
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_lightning.data.formats import ROW_SUFFIXES, Kind, format_of, opened, without_bom
 from megatron_lightning.data.records import Record
 from megatron_lightning.errors import DataError
 from megatron_lightning.optional import require
 
-_LINES = (".jsonl", ".ndjson")
-SUFFIXES = (*_LINES, ".json", ".csv", ".parquet", ".arrow")
-"""Suffixes of readable files. JSON and CSV may have ``.gz`` behind the suffix."""
+_SAVED = ("state.json", "dataset_dict.json")
+"""Files of ``save_to_disk`` of the package ``datasets``."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,8 @@ class Row:
     where: str
     """File and line, or data set and row, for messages."""
     fields: Mapping[str, Any]
+    error: DataError | None = None
+    """Why the record is unreadable. Raised by whoever needs the fields."""
 
 
 def source_files(path: str) -> list[str]:
@@ -47,16 +48,16 @@ def source_files(path: str) -> list[str]:
     if any(character in path_inside for character in "*?["):
         files = sorted(system.glob(path_inside))
     elif system.isdir(path_inside):
-        if any(
-            system.exists(f"{path_inside}/{name}") for name in ("state.json", "dataset_dict.json")
-        ):
-            return []  # written by save_to_disk of the package datasets
-        files = sorted(name for name in system.ls(path_inside, detail=False) if _suffix(name))
+        if any(system.exists(f"{path_inside}/{name}") for name in _SAVED):
+            return []
+        names = system.ls(path_inside, detail=False)
+        files = sorted(name for name in names if format_of(name).kind != "text")
     else:
         return [path] if system.exists(path_inside) else []
     if not files:
         raise DataError(
-            f"{path}: there is no file to read. Set it to files that end in {', '.join(SUFFIXES)}."
+            f"{path}: there is no file to read. Set it to files that end in "
+            f"{', '.join(ROW_SUFFIXES)}."
         )
     return [system.unstrip_protocol(name) if "://" in path else name for name in files]
 
@@ -80,68 +81,54 @@ def read_rows(path: str, *, split: str = "train", subset: str | None = None) -> 
         yield from _reader(file)(file)
 
 
-def _suffix(path: str) -> str:
-    """Return the suffix of a readable file. "": the file cannot be read."""
-    name = path.lower()
-    inner = name.removesuffix(".gz")
-    return next(
-        (
-            suffix
-            for suffix in SUFFIXES
-            if (name if suffix in (".parquet", ".arrow") else inner).endswith(suffix)
-        ),
-        "",
-    )
-
-
 def _reader(path: str) -> Callable[[str], Iterator[Row]]:
-    readers = {
-        **dict.fromkeys((*_LINES, ".json"), _read_json),
-        ".csv": _read_csv,
-        ".parquet": _read_parquet,
-        ".arrow": _read_arrow,
+    readers: Mapping[Kind, Callable[[str], Iterator[Row]]] = {
+        "lines": _read_json,
+        "csv": _read_csv,
+        "parquet": _read_parquet,
+        "arrow": _read_arrow,
     }
-    suffix = _suffix(path)
-    if not suffix:
+    reader = readers.get(format_of(path).kind)
+    if reader is None:
         raise DataError(
             f"{path}: the suffix says no format. Set it to a file that ends in "
-            f"{', '.join(SUFFIXES)}."
+            f"{', '.join(ROW_SUFFIXES)}."
         )
-    return readers[suffix]
+    return reader
 
 
 @contextmanager
 def _opened(path: str) -> Iterator[IO[bytes]]:
-    import fsspec
-
     try:
-        packed = "gzip" if path.lower().endswith(".gz") else None
-        with fsspec.open(path, "rb", compression=packed) as file:
+        with opened(path) as file:
             yield file
     except (OSError, EOFError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); set path to existing files") from error
+        raise DataError(f"{path}: cannot be read ({error}). Set path to existing files.") from error
 
 
 def _read_json(path: str) -> Iterator[Row]:
     """A line of JSON is a row. A file beginning with ``[`` is a list of rows."""
     with _opened(path) as file:
         for number, raw in enumerate(file, 1):
-            line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+            line = without_bom(raw) if number == 1 else raw
             if not line.strip():
                 continue
             record = Record(path, number, line, is_json=True)
             if number == 1 and line.lstrip().startswith(b"["):
                 yield from _read_list(path, Record(path, 1, line + file.read(), is_json=True))
                 return
-            yield Row(record.where, record.fields())
+            try:
+                yield Row(record.where, record.fields())
+            except DataError as error:  # later lines may be readable
+                yield Row(record.where, {}, error)
 
 
 def _read_list(path: str, record: Record) -> Iterator[Row]:
     for index, fields in enumerate(record.parsed()):
         if not isinstance(fields, dict):
             raise DataError(
-                f"{path}: entry {index} of the list is a {type(fields).__name__}; every entry must "
-                "be one JSON object"
+                f"{path}: entry {index} of the list is a {type(fields).__name__}. Every entry must "
+                "be one JSON object."
             )
         yield Row(f"{path}[{index}]", fields)
 
@@ -155,11 +142,11 @@ def _read_csv(path: str) -> Iterator[Row]:
                 if None in fields or None in fields.values():
                     raise DataError(
                         f"{where}: the line has another number of columns than the header's "
-                        f"{len(reader.fieldnames or ())}; quote commas and line breaks"
+                        f"{len(reader.fieldnames or ())}. Quote commas and line breaks."
                     )
                 yield Row(where, fields)
         except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{path}:{reader.line_num}: {error}; write it as UTF-8") from error
+            raise DataError(f"{path}:{reader.line_num}: {error}. Write it as UTF-8.") from error
 
 
 def _needs(package: str, what: str) -> Any:
@@ -201,10 +188,22 @@ def _rows_of(path: str, batches: Any) -> Iterator[Row]:
 
 
 def _read_dataset(path: str, split: str, subset: str | None) -> Iterator[Row]:
-    if Path(path).suffix in SUFFIXES or (
+    for index, fields in enumerate(load_dataset(path, split=split, subset=subset)):
+        yield Row(f"{path}[{index}]", without_missing(fields))
+
+
+def load_dataset(path: str, *, split: str, subset: str | None) -> Any:
+    """Return a split of a data set of the package ``datasets``: of a folder written by
+    ``save_to_disk``, or of the Hub.
+
+    Raises:
+        DataError: If there is no such data set or split.
+        ConfigError: If the package is not installed.
+    """
+    if format_of(path).kind != "text" or (
         path.startswith((".", "/", "~")) and not Path(path).exists()
     ):
-        raise DataError(f"{path}: there is no such file; set path to existing files")
+        raise DataError(f"{path}: there is no such file. Set path to existing files.")
     datasets = _needs("datasets", f"{path} is no file, and as a data set it")
     try:
         rows = (
@@ -220,10 +219,9 @@ def _read_dataset(path: str, split: str, subset: str | None) -> Iterator[Row]:
         ) from error
     if isinstance(rows, Mapping):
         if split not in rows:
-            raise DataError(f"{path} has the splits {sorted(rows)}; set split to one of them")
+            raise DataError(f"{path} has the splits {sorted(rows)}. Set split to one of them.")
         rows = rows[split]
-    for index, fields in enumerate(rows):
-        yield Row(f"{path}[{index}]", without_missing(fields))
+    return rows
 
 
 def without_missing(value: Any) -> Any:
@@ -237,20 +235,21 @@ def without_missing(value: Any) -> Any:
     return value
 
 
-def file_stamps(paths: Sequence[str]) -> list[list[Any]]:
-    """Return name, size and time of every file behind ``paths``, to name a cache of the files.
-
-    A data set of the Hub has no files here. Only the name and the version are known.
+def file_stamps(path: str) -> list[list[Any]]:
+    """Return name, size and time of every file behind ``path``, to name a cache of its rows. Empty:
+    ``path`` is a data set on the Hub.
     """
     from megatron_lightning.data.remote import store_of
 
-    stamps: list[list[Any]] = []
-    for path in paths:
-        files = source_files(path)
-        stamps += [[path]] if not files else []
-        for file in files:
-            system, path_inside = store_of(file)
-            info = system.info(path_inside)
-            stamp = info.get("mtime") or info.get("LastModified") or info.get("created")
-            stamps.append([str(file), info.get("size"), str(stamp)])
+    files = source_files(path)
+    if not files:
+        system, folder = store_of(path)
+        # a folder of save_to_disk, with a file of the fingerprint in each split
+        files = sorted(system.find(folder)) if system.isdir(folder) else []
+    stamps = []
+    for file in files:
+        system, path_inside = store_of(file)
+        info = system.info(path_inside)
+        stamp = info.get("mtime") or info.get("LastModified") or info.get("created")
+        stamps.append([str(file), info.get("size"), str(stamp)])
     return stamps

@@ -21,7 +21,13 @@ from megatron_lightning.data.document_cache import DocumentCache
 from megatron_lightning.data.packing import Numbers, Rows, efficiency, pack
 from megatron_lightning.data.report import describe_documents
 from megatron_lightning.data.resume import OnChangedData, check_new_tokens, describe_changes
-from megatron_lightning.data.sft import Documents, Encoder, SupervisedOptions, Truncation
+from megatron_lightning.data.sft import (
+    BadRows,
+    Documents,
+    Encoder,
+    SupervisedOptions,
+    Truncation,
+)
 from megatron_lightning.data.source_list import parse_sources
 from megatron_lightning.data.sources import source_files
 from megatron_lightning.data.supervised import (
@@ -97,6 +103,8 @@ class FinetuneDataModule(RunDataModule):
             gets the reasoning inside of the content, as ``<think>…</think>``.
         drop_fields: Fields of rows and messages to leave out, such as ``tools`` or ``system``. A
             field that the template does not write is an error otherwise.
+        bad_rows: Treatment of rows that cannot be used: an error names them (``refuse``), or they
+            are left out and counted (``skip``).
         new_tokens: Texts to add as new tokens. The model's embedding has to have rows for the new
             tokens.
         seed: Seed of the order, and of the choice of validation rows.
@@ -140,6 +148,7 @@ class FinetuneDataModule(RunDataModule):
         split_turns: bool = False,
         reasoning: Reasoning = "keep",
         drop_fields: Sequence[str] = (),
+        bad_rows: BadRows = "refuse",
         new_tokens: Sequence[str] = (),
         seed: int = 1234,
         num_workers: int = 0,
@@ -153,6 +162,7 @@ class FinetuneDataModule(RunDataModule):
         self.options = SupervisedOptions(
             sequence_length=sequence_length,
             truncation=truncation,
+            bad_rows=bad_rows,
             chat=ChatOptions(
                 train_on=train_on,
                 split_turns=split_turns,
@@ -301,6 +311,7 @@ class FinetuneDataModule(RunDataModule):
         """
         self._known.clear()
         for path in (*self.paths, *self.val_paths):
+            self._cache.look_up(path)
             self._documents(path)
 
     def setup(self, stage: str) -> None:

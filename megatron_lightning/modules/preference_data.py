@@ -21,7 +21,7 @@ from megatron_lightning.data.preference import (
 )
 from megatron_lightning.data.preference_rows import SIDES
 from megatron_lightning.data.resume import OnChangedData
-from megatron_lightning.data.sft import Truncation
+from megatron_lightning.data.sft import BadRows, Truncation
 from megatron_lightning.data.supervised import Part, Sources
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.finetune_data import FinetuneDataModule, Paths
@@ -60,6 +60,7 @@ class PreferenceDataModule(FinetuneDataModule):
         truncation: Treatment of a document longer than a row.
         reasoning: Treatment of the reasoning of answers.
         drop_fields: Fields of rows and messages to leave out.
+        bad_rows: Treatment of rows that cannot be used.
         new_tokens: Texts to add as new tokens.
         seed: Seed of the order, and of the choice of validation rows.
         num_workers: Worker processes of each loader on each rank.
@@ -96,6 +97,7 @@ class PreferenceDataModule(FinetuneDataModule):
         truncation: Truncation = "drop",
         reasoning: Reasoning = "keep",
         drop_fields: Sequence[str] = (),
+        bad_rows: BadRows = "refuse",
         new_tokens: Sequence[str] = (),
         seed: int = 1234,
         num_workers: int = 0,
@@ -118,6 +120,7 @@ class PreferenceDataModule(FinetuneDataModule):
             truncation=truncation,
             reasoning=reasoning,
             drop_fields=drop_fields,
+            bad_rows=bad_rows,
             new_tokens=new_tokens,
             seed=seed,
             num_workers=num_workers,

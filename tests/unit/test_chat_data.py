@@ -487,8 +487,8 @@ def test_files(tmp_path: Path, suffix: str) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a"}\n{"text": \n')
-    with pytest.raises(DataError, match=r"bad.jsonl:2: invalid JSON at column"):
-        list(read_rows(str(bad)))
+    readable, broken = read_rows(str(bad))
+    assert readable.error is None and "bad.jsonl:2: invalid JSON at column" in str(broken.error)
     with pytest.raises(DataError, match="there is no such file"):
         list(read_rows(str(tmp_path / "none.jsonl")))
     (tmp_path / "bad.csv").write_text("a,b\n1\n")

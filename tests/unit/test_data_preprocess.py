@@ -215,7 +215,7 @@ BAD_LINES = [
     (b'{"text": "a"}\n\n{"text": "b"\n', r"in\.jsonl:3: invalid JSON at column 13: Expecting"),
     (
         b'{"text": "a"}\n["b"]\n',
-        r"in\.jsonl:2: a line must be a JSON object with a text, found list",
+        r"in\.jsonl:2: found a list\. Each line must be a JSON object",
     ),
     (
         b'{"text": "a"}\n{"body": "b"}\n',
