@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -36,7 +36,7 @@ _ROWS_AT_ONCE = 512
 _IDS, _TRAINED, _REPORT = "ids.bin", "trained.bin", "report.json"
 _BOUNDS, _ROWS = "bounds.npy", "rows.npy"
 UNENDED = "answers without an added token at their end"
-DROPPED = {name: f"conversations without their {name}" for name in DROPPABLE}
+DROPPED: Mapping[str, str] = {name: f"conversations without their {name}" for name in DROPPABLE}
 """Name of a dropped field -> key of the count."""
 MERGED = "answers with characters of the prompt in their first token"
 REWRITTEN = "conversations whose earlier answers keep the form of a last answer"
