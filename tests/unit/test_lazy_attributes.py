@@ -12,18 +12,19 @@ import pytest
 from megatron_lightning import _lazy
 
 PACKAGES = (
-    "bridge", "callbacks", "checkpoint", "data", "models", "modules", "optim", "parallel", "peft",
-    "precision", "resilience",
+    "", "bridge", "callbacks", "checkpoint", "data", "models", "modules", "optim", "parallel",
+    "peft", "precision", "resilience",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_every_public_name_is_imported_on_first_use(name: str) -> None:
-    package = importlib.import_module(f"megatron_lightning.{name}")
+    path = f"megatron_lightning.{name}".rstrip(".")
+    package = importlib.import_module(path)
     assert inspect.getmodule(package.__getattr__) is _lazy
     assert set(package.__all__) <= set(dir(package))
     names: dict[str, Any] = {}
-    exec(f"from megatron_lightning.{name} import *", names)
+    exec(f"from {path} import *", names)
     for public in package.__all__:
         assert names[public] is getattr(package, public)
         if isinstance(names[public], type):
