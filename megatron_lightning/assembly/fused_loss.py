@@ -8,28 +8,20 @@ numbers a token, not logits. The forward stays the model's.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from megatron_lightning.layers.adaptable import adapt, can_replace, restore
-from megatron_lightning.layers.adapters import add_adapters
-from megatron_lightning.layers.change_class import change_class
-from megatron_lightning.layers.linear import AdaptableLinear
-from megatron_lightning.layers.loss import CrossEntropy
-from megatron_lightning.layers.pending_logits import AwaitedLoss, Habits, PendingLogits
+from megatron_lightning.layers.adaptable import restore
+from megatron_lightning.layers.pending_logits import AwaitedLoss, PendingLogits
+from megatron_lightning.models.awaited_losses import begin_awaiting, habits_of
 from megatron_lightning.models.plans.hf_plans import transformers_models
-from megatron_lightning.parallel.absent import is_absent
-from megatron_lightning.parallel.origin import is_library
 
-_HABITS = "_logits_habits"
-"""Attribute of a model: :class:`Habits` by whether gradients are computed."""
 _CALL = "_call_with_labels"
 """Attribute of a model during a call with labels."""
 _IGNORED = -100
@@ -50,43 +42,6 @@ def fuse_losses(module: nn.Module, undo: ExitStack) -> None:
             ):
                 undo.callback(handle.remove)
             undo.callback(_after, model, (), None)  # of a call that a pipeline has left
-
-
-@contextmanager
-def awaited_losses(model: Any, targets: Tensor, loss: nn.Module) -> Iterator[Losses]:
-    """Make the output layer of a model await losses for ``targets``, in a call inside the block.
-
-    Args:
-        model: Causal language model of ``transformers``.
-        targets: [b, s], already shifted.
-        loss: Loss of logits and targets. Only a plain :class:`CrossEntropy` is computed in chunks.
-    """
-    awaited = None
-    if type(loss) is CrossEntropy:
-        awaited = AwaitedLoss(targets, _habits_of(model), loss=loss)
-    layer = None if awaited is None else _begin(model, awaited)
-    try:
-        yield Losses(targets, loss)
-    finally:
-        if awaited is not None:
-            awaited.is_over = True
-        if layer is not None:
-            restore(layer, "awaited")
-
-
-@dataclass(frozen=True)
-class Losses:
-    """Token losses of a call."""
-
-    targets: Tensor
-    loss: nn.Module
-
-    def of(self, logits: Tensor) -> Tensor:
-        """Return losses [b, s] of ``logits`` [b, s, v]."""
-        if isinstance(logits, PendingLogits):
-            return logits.pending.losses()
-        losses: Tensor = self.loss(logits, self.targets)
-        return losses
 
 
 # ------------------------------------------------------------------------------------------- hooks
@@ -149,8 +104,8 @@ def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     own_labels = labels if shifted is None else shifted
     # The next token's label, as ForCausalLMLoss shifts.
     targets = F.pad(labels, (0, 1), value=_IGNORED)[..., 1:] if shifted is None else shifted
-    awaited = AwaitedLoss(targets, _habits_of(model))
-    layer = _begin(model, awaited)
+    awaited = AwaitedLoss(targets, habits_of(model))
+    layer = begin_awaiting(model, awaited)
     if layer is not None:
         vars(model)[_CALL] = _Call(layer, awaited, vars(model).get("_loss_function"))
         model.loss_function = CausalLoss(model.loss_function, awaited, own_labels)
@@ -174,35 +129,3 @@ def _has_stock_loss(model: Any) -> bool:
     function = getattr(model, "loss_function", None)
     name = (getattr(function, "__module__", ""), getattr(function, "__name__", ""))
     return name == ("transformers.loss.loss_utils", "ForCausalLMLoss")
-
-
-def _habits_of(model: nn.Module) -> Habits:
-    habits: dict[bool, Habits] = vars(model).setdefault(_HABITS, {})
-    return habits.setdefault(model.training, Habits())
-
-
-def _begin(model: Any, awaited: AwaitedLoss) -> nn.Module | None:
-    """Make the output layer of a model await a loss, and return the layer. None: the layer computes
-    logits as usual.
-    """
-    if awaited.habits.reads:
-        return None
-    layer: nn.Module | None = model.get_output_embeddings()
-    if layer is None or is_absent(layer):
-        return None
-    if isinstance(layer, FSDPModule) and type(layer).forward is nn.Linear.forward:
-        change_class(layer, AdaptableLinear)  # FSDP2 has made a subclass of nn.Linear
-    if not can_replace(layer, "awaited"):
-        return None
-    hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
-    has_hooks = any(hook is add_adapters or not is_library(hook) for hook in hooks)
-    is_other = getattr(layer, "engine", None) is not None
-    gemm = getattr(layer, "gemm", None)
-    is_other |= gemm is not None and not gemm.differentiable
-    is_sharded = getattr(layer, "gather_output", True) is False
-    if has_hooks or layer._backward_hooks or layer._backward_pre_hooks or is_other or is_sharded:
-        return None
-    awaited.habits.begin_call()
-    awaited.can_repeat = not isinstance(layer, FSDPModule)
-    adapt(layer, awaited=awaited)
-    return layer

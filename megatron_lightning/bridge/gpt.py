@@ -31,6 +31,7 @@ from megatron_lightning.bridge.untouched import defer_values
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.models.router_loss import coefficient_of
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.materialize import leave_empty, materialize
 from megatron_lightning.parallel.spec import Box
@@ -66,6 +67,12 @@ class GPTFolder:
             ConfigError: Naming the keys with values unknown to :class:`GPTModel`.
         """
         config = to_config(self.family, self.theirs, self.folder.path)
+        coefficient = coefficient_of(self.theirs)
+        if config.moe is not None and coefficient:
+            # Theirs is one product for all layers, top_k if experts are balanced. Ours is a sum
+            # over the layers, 1 each.
+            coefficient *= config.moe.router_topk / config.num_expert_layers
+            config = replace(config, moe=replace(config.moe, aux_loss_coeff=coefficient))
         return drop_missing_heads(self.family, config, self._named)
 
     def check(self, config: TransformerConfig) -> TransformerConfig:

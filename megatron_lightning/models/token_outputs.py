@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_lightning.layers.local_logits import local_logits, output_layer
-from megatron_lightning.layers.loss import Vocabulary, losses_of
+from megatron_lightning.layers.loss import CrossEntropy, Vocabulary, losses_of
+from megatron_lightning.models.awaited_losses import awaited_losses
+from megatron_lightning.models.router_loss import router_loss
 from megatron_lightning.models.transformer import GPTModel
 
 
@@ -27,11 +29,28 @@ def token_losses_of(model: nn.Module, tokens: Tensor, labels: Tensor, **inputs: 
         labels: [b, s], already shifted. -100 has no loss.
         inputs: Further inputs, such as ``position_ids``.
     """
+    return losses_and_router_loss(model, tokens, labels, **inputs)[0]
+
+
+def losses_and_router_loss(
+    model: nn.Module, tokens: Tensor, labels: Tensor, **inputs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Return the losses of the tokens [b, s] in fp32, and the balancing loss of a model of
+    ``transformers`` times its coefficient, if the model has one in its training loss.
+
+    The arguments are those of :func:`token_losses_of`.
+    """
     if isinstance(model, GPTModel):
-        losses: Tensor = model(tokens, labels, **inputs)
-        return losses
-    logits, vocabulary = token_logits(model, tokens, **inputs)
-    return losses_of(logits, labels, vocabulary)
+        return model(tokens, labels, **inputs), None
+    with awaited_losses(model, labels, CrossEntropy()) as awaited:
+        if awaited.is_awaited:
+            output = _call(model, tokens, inputs)
+            losses = awaited.of(output.logits)
+            return losses, router_loss(model, output, tokens, inputs.get("padding"))
+    with local_logits(model) as vocabulary:
+        output = _call(model, tokens, inputs)
+    losses = losses_of(output.logits, labels, vocabulary)
+    return losses, router_loss(model, output, tokens, inputs.get("padding"))
 
 
 def token_logits(model: nn.Module, tokens: Tensor, **inputs: Any) -> tuple[Tensor, Vocabulary]:
@@ -46,8 +65,13 @@ def token_logits(model: nn.Module, tokens: Tensor, **inputs: Any) -> tuple[Tenso
         if isinstance(model, GPTModel):
             logits: Tensor = model(tokens, **inputs)
         else:
-            # Models of transformers separate documents by positions alone, and count no padding.
-            for name in ("document_ids", "padding"):
-                inputs.pop(name, None)
-            logits = model(input_ids=tokens, use_cache=False, **inputs).logits
+            logits = _call(model, tokens, inputs).logits
     return logits, vocabulary
+
+
+def _call(model: nn.Module, tokens: Tensor, inputs: dict[str, Tensor]) -> Any:
+    """Return the output of a model of ``transformers``, which separates documents by positions
+    alone, and counts no padding.
+    """
+    known = {name: x for name, x in inputs.items() if name not in ("document_ids", "padding")}
+    return model(input_ids=tokens, use_cache=False, **known)

@@ -25,7 +25,7 @@ from megatron_lightning.layers.preference_loss import (
     PreferenceLossName,
 )
 from megatron_lightning.models.pair import ReferencePair
-from megatron_lightning.models.token_outputs import token_losses_of
+from megatron_lightning.models.token_outputs import losses_and_router_loss, token_losses_of
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.modules.first_adapters import ENTRY, FirstAdapters
 from megatron_lightning.modules.frozen_parameters import FrozenParameters
@@ -147,13 +147,14 @@ class DPOModule(ObjectiveModule):
         names = ("chosen_padding", "rejected_padding")
         return {"padding": torch.cat([batch[n] for n in names])} if names[0] in batch else {}
 
-    def _scores(self, batch: Batch) -> tuple[AnswerScores, Tensor | None]:
-        """Return the log-probabilities of the answers under the model, and [b, 2] under the
-        reference.
+    def _scores(self, batch: Batch) -> tuple[AnswerScores, Tensor | None, Tensor | None]:
+        """Return the log-probabilities of the answers under the model, [b, 2] under the reference,
+        and the balancing loss of an untouched model that has one.
         """
         tokens, labels = _rows_of(batch)
         inputs = self._inputs(batch)
         reference: Tensor | None = None
+        balancing: Tensor | None = None
         if self.reference == "model":
             before, losses = self.model(tokens, labels, **inputs)
             reference = self._answers(before, labels).log_probs
@@ -170,10 +171,10 @@ class DPOModule(ObjectiveModule):
                 with torch.no_grad(), first or adapters_disabled(self), evaluated(self.model):
                     before = token_losses_of(self.model, tokens, labels, **inputs)
                 reference = self._answers(before, labels).log_probs
-            losses = token_losses_of(self.model, tokens, labels, **inputs)
+            losses, balancing = losses_and_router_loss(self.model, tokens, labels, **inputs)
         if self.reference == "scores":
             reference = self._given(batch)
-        return self._answers(losses, labels), reference
+        return self._answers(losses, labels), reference, balancing
 
     def _given(self, batch: Batch) -> Tensor:
         if "scores" not in batch:
@@ -197,10 +198,14 @@ class DPOModule(ObjectiveModule):
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the mean loss of the pairs, and their number."""
-        policy, reference = self._scores(batch)
-        losses = self.preference_loss(policy, reference)
+        policy, reference, balancing = self._scores(batch)
+        loss = self.preference_loss(policy, reference).mean()
         self._observe(policy, reference)
-        return losses.mean(), self.num_items(batch)
+        if balancing is not None:
+            loss = loss + balancing
+            if self._trainer is not None:
+                self.log("aux_loss", balancing.detach(), sync_dist=True)
+        return loss, self.num_items(batch)
 
     def _observe(self, policy: AnswerScores, reference: Tensor | None) -> None:
         """Log the rewards of the answers."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from megatron_lightning.bridge.auto import AutoBridge
@@ -71,9 +72,16 @@ class GPTLightningModule(FolderModule):
         loaded by the run may keep the configuration.
         """
         try:
-            return AutoBridge.from_hf_pretrained(**(self._source or {})).to_config()
+            config = AutoBridge.from_hf_pretrained(**(self._source or {})).to_config()
         except MissingCheckpointError:
             return None
+        if config.moe is not None and config.moe.aux_loss_coeff:
+            rank_zero_info(
+                "the folder has output_router_logits=True: experts are balanced layer by layer "
+                f"with aux_loss_coeff={config.moe.aux_loss_coeff:.4g} (router_aux_loss_coef x "
+                "top_k / layers of experts), where transformers balances all layers as one."
+            )
+        return config
 
     def _set_config(self, config: TransformerConfig) -> None:
         self.save_hyperparameters({"config": config.to_dict(), **self._started, **self._settings})

@@ -7,13 +7,19 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lightning.assembly.fused_loss import awaited_losses
 from megatron_lightning.bridge.kept import read_kept
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.loss import CrossEntropy
+from megatron_lightning.models.awaited_losses import awaited_losses
 from megatron_lightning.models.plans.hf_documents import separating_positions
+from megatron_lightning.models.router_loss import (
+    LOGITS,
+    coefficient_of,
+    router_loss,
+)
 from megatron_lightning.modules.causality import check_causal, check_decoder
 from megatron_lightning.modules.folder_module import FolderModule
+from megatron_lightning.modules.language_model import Batch
 from megatron_lightning.modules.pretrain_data import PretrainDataModule
 
 
@@ -32,7 +38,8 @@ class HuggingFaceModule(FolderModule):
             model's default.
         config_overrides: Entries of the folder's configuration with other values, kept in
             checkpoints and exported folders. With ``tie_word_embeddings: false`` a tied output
-            layer becomes a weight of its own.
+            layer becomes a weight of its own. ``output_router_logits: true`` adds the model's
+            balancing loss to the training loss, and stays out of exported folders.
         learning_rate: Peak learning rate.
         fused_loss: Compute losses in chunks of tokens, so that the logits of all tokens never exist
             at once. False: compute logits first.
@@ -64,6 +71,10 @@ class HuggingFaceModule(FolderModule):
             "config_overrides": config_overrides,
         }
         self.save_hyperparameters({**source, "fused_loss": fused_loss, **self._settings})
+        overrides = dict(config_overrides or {})
+        # A setting of the training alone: folders that are written do not return routers' logits.
+        self._router_logits: bool | None = overrides.pop(LOGITS, None)
+        source["config_overrides"] = overrides or None
         self.fused_loss = fused_loss
         self._source = source
         self.loss = CrossEntropy()
@@ -88,6 +99,9 @@ class HuggingFaceModule(FolderModule):
         if self.model is None:
             self.model = self._adapt(self._bridge().to_model())
             check_decoder(self.model)
+            if self._router_logits is not None:
+                self.model.config.get_text_config().output_router_logits = self._router_logits
+                self.model.config.output_router_logits = self._router_logits
             self.model.train()  # transformers returns models in eval mode, without dropout
             self.model.config.use_cache = False  # training reads no cache
 
@@ -123,6 +137,29 @@ class HuggingFaceModule(FolderModule):
             ConfigError: If a batch has ``document_ids``, and documents in a row would see each
                 other.
         """
+        return self._call(tokens, labels, position_ids, document_ids)[1]
+
+    def _token_losses(self, batch: Batch, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the losses of the tokens [b, s], and the balancing loss of a model that has
+        one.
+        """
+        if not (self.training and self.model is not None and coefficient_of(self.model.config)):
+            return super()._token_losses(batch, labels)
+        tokens = batch["tokens"]
+        output, losses = self._call(tokens, labels, **self._inputs(batch))
+        loss = router_loss(self.model, output, tokens, batch.get("padding"))
+        if loss is not None and self._trainer is not None:
+            self.log("aux_loss", loss.detach(), sync_dist=True)
+        return losses, loss
+
+    def _call(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> tuple[Any, Tensor]:
+        """Return the model's output, and logits or losses as :meth:`forward`."""
         if self.model is None:
             self.configure_model()
         if document_ids is not None:
@@ -139,8 +176,10 @@ class HuggingFaceModule(FolderModule):
             position_ids = separating_positions(self.model, document_ids, position_ids)
         inputs = {} if position_ids is None else {"position_ids": position_ids}
         if labels is None or not self.fused_loss:
-            logits: Tensor = self.model(input_ids=tokens, **inputs).logits
-            return logits if labels is None else self.loss(logits, labels)
+            output = self.model(input_ids=tokens, **inputs)
+            logits: Tensor = output.logits
+            return output, logits if labels is None else self.loss(logits, labels)
         # The output layer waits for the labels, and computes losses in chunks instead of logits.
         with awaited_losses(self.model, labels, self.loss) as losses:
-            return losses.of(self.model(input_ids=tokens, **inputs).logits)
+            output = self.model(input_ids=tokens, **inputs)
+            return output, losses.of(output.logits)

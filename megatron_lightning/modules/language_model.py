@@ -228,11 +228,16 @@ class LanguageModule(LightningModule):
         weights = token_weights(batch)
         # Layers with additional losses, such as multi-token prediction, see the mask.
         labels = batch["labels"].masked_fill(weights == 0, IGNORED_LABEL)
-        losses = self(batch["tokens"], labels, **self._inputs(batch))
+        losses, addition = self._token_losses(batch, labels)
         if "validation_set" in batch:
             self._log_sets(batch["validation_set"], losses * weights, weights)
         num_items = self.num_items(batch)
-        return (losses * weights).sum() / torch.where(num_items > 0, num_items, 1), num_items
+        loss = (losses * weights).sum() / torch.where(num_items > 0, num_items, 1)
+        return loss if addition is None else loss + addition, num_items
+
+    def _token_losses(self, batch: Batch, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the losses of the tokens [b, s], and a loss of the micro-batch beside them."""
+        return self(batch["tokens"], labels, **self._inputs(batch)), None
 
     def _log_sets(self, sets: Tensor, losses: Tensor, weights: Tensor) -> None:
         """Log the mean loss of every validation set.

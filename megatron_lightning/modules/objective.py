@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.models.router_loss import coefficient_of
 from megatron_lightning.modules.causality import check_causal
 from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.modules.gpt import GPTLightningModule
@@ -103,6 +104,13 @@ class ObjectiveModule(FolderModule):
         for template in modules:
             if not hasattr(self, "config") and hasattr(template, "config"):
                 self.config = template.config
+        config = getattr(modules[0].model, "config", None)
+        if self._frozen and hasattr(config, "get_text_config") and coefficient_of(config):
+            raise ConfigError(
+                f"{type(modules[0].model).__name__} has output_router_logits=True, and "
+                f"{type(self).__name__} with a second model has no balancing loss. Set "
+                "config_overrides={output_router_logits: false}."
+            )
         self.model = self.joined([template.model for template in modules])
 
     def _built(self, template: Template) -> Any:

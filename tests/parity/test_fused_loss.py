@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lightning.assembly.fused_loss import awaited_losses, fuse_losses
+from megatron_lightning.assembly.fused_loss import fuse_losses
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.layers.pending_logits import PendingLogits
+from megatron_lightning.models.awaited_losses import awaited_losses
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers import hf_models
 from tests.helpers.hf_models import VOCABULARY

@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", "5")
 
 
+from megatron_lightning.models import awaited_losses, token_outputs
+from megatron_lightning.modules import DPOModule, HuggingFaceModule
 from megatron_lightning.peft import save_adapters
 from megatron_lightning.peft.commands import import_
 from tests.helpers.adapted import adapted_llama
 from tests.helpers.layouts import PP, TP, VPP
 from tests.helpers.preferences import (
+    batches,
     distill_alone,
     make_folders,
     train_alone,
@@ -183,3 +187,21 @@ def test_distillation_equals_torch(padded: str, student: str, kind: str, layout:
     assert own == pytest.approx(losses, rel=1e-6 if data == 1 else 0.05)
     for _, own_norms in ranks:
         assert own_norms == pytest.approx(norms, rel=2e-6)
+
+
+def test_logits_of_all_tokens_do_not_exist(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses of untouched models are computed in chunks, and equal those of all logits."""
+    losses, gradients = [], []
+    for chunked in (True, False):
+        with monkeypatch.context() as patch:
+            if chunked:
+                patch.setattr(token_outputs, "token_logits", None)
+            else:
+                patch.setattr(awaited_losses, "begin_awaiting", lambda *_: None)
+            module = DPOModule(HuggingFaceModule(folder), loss="orpo")
+            module.configure_model()
+            losses.append(module._loss(batches()[0])[0])
+            losses[-1].backward()
+            gradients.append([p.grad for p in module.parameters()])
+    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(gradients[0], gradients[1])
