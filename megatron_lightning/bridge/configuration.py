@@ -72,6 +72,15 @@ def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
     return config
 
 
+def with_vocabulary_size(config: Any, size: int) -> Any:
+    """Return a copy of a configuration of ``transformers`` with another size of the vocabulary."""
+    config = copy.deepcopy(config)
+    for own in (config, config.get_text_config()):
+        if hasattr(own, "vocab_size"):
+            own.vocab_size = size
+    return config
+
+
 def load_generation_config(path: Path) -> Any:
     """Return the configuration of text generation. None: the folder has none."""
     require("transformers", "a folder of Hugging Face")

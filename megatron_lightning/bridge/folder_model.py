@@ -306,17 +306,31 @@ class FolderModel:
 
     def _with_change(self, **fields: Any) -> Self:
         """Return the folder's model with other differences from the folder."""
-        options: dict[str, Any] = {
+        options = self._all_options | {"change": self._change._replace(**fields)}
+        if self._kept is not None:
+            return type(self).from_kept(self._kept, **options)
+        return type(self)(self.path, **options)
+
+    @property
+    def grown(self) -> tuple[int, int] | None:
+        """Rows of the embedding, and ids of the original folder's tokens, if the vocabulary has
+        grown for new tokens.
+        """
+        return None if self._kept is None else self._kept.grown
+
+    def of_record(self, record: KeptFolder) -> Self:
+        """Return the model of a folder's record, with the options of this model."""
+        return type(self).from_kept(record, **self._all_options)
+
+    @property
+    def _all_options(self) -> dict[str, Any]:
+        return {
             "trust_remote_code": self._trusts,
             "family": self._family,
             "attn_implementation": self._options.get("attn_implementation"),
             "origin": self.origin,
             "revision": self.revision,
-            "change": self._change._replace(**fields),
         }
-        if self._kept is not None:
-            return type(self).from_kept(self._kept, **options)
-        return type(self)(self.path, **options)
 
     def keep(self, model: nn.Module) -> KeptFolder:
         """Return the folder's record for checkpoints of a lazy model."""

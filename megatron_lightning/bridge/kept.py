@@ -87,6 +87,9 @@ class KeptFolder(FolderTensors):
         self._files = files
         self._fills: Mapping[str, Fill] = {}
         self.tied = tied
+        self.grown: tuple[int, int] | None = None
+        """Rows of the embedding, and ids of the original folder's tokens, if there are more rows
+        than in the folder."""
         for file, header in tables.items():
             self.add_file(file, header)
         # A tied copy is in no file, and is asked for by its own name.
@@ -189,6 +192,7 @@ class KeptFolder(FolderTensors):
             "contents": contents,
             "tied": dict(self.tied),
             **({} if self.gpt is None else {"gpt": dict(self.gpt)}),
+            **({} if self.grown is None else {"grown": list(self.grown)}),
         }
 
 
@@ -331,6 +335,9 @@ def _of_entry(entry: Mapping[str, Any], path: str) -> KeptFolder:
             tied=entry.get("tied", {}),
         )
         folder.leave_out(stale)
+        if "grown" in entry:
+            num_rows, num_trained = map(int, entry["grown"])
+            folder.grown = (num_rows, num_trained)
         for name, content in ignored.items():
             lazy = folder.tensors[name]
             if content is not None and len(content) != lazy.numel() * lazy.dtype.itemsize:

@@ -46,6 +46,7 @@ class DistillationModule(ObjectiveModule):
     """
 
     sequence_dims: ClassVar[Mapping[str, int]] = LanguageModule.sequence_dims
+    shares_vocabulary: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -105,8 +105,7 @@ class FinetuneDataModule(RunDataModule):
             field that the template does not write is an error otherwise.
         bad_rows: Treatment of rows that cannot be used: an error names them (``refuse``), or they
             are left out and counted (``skip``).
-        new_tokens: Texts to add as new tokens. The model's embedding has to have rows for the new
-            tokens.
+        new_tokens: Texts to add as new tokens. A folder's model without rows for them grows.
         seed: Seed of the order, and of the choice of validation rows.
         num_workers: Worker processes of each loader on each rank. 0 reads in the training process.
         reading_thread: Whether a thread of the training process reads the next two batches while
@@ -302,7 +301,8 @@ class FinetuneDataModule(RunDataModule):
         for path in (*self.paths, *self.val_paths):
             source_files(path)
         self.use_model(module)
-        check_model(module, len(self.tokenizer), packed=self.packing != "none")
+        is_packed, num_new = self.packing != "none", len(self.tokenizer.added)
+        check_model(module, len(self.tokenizer), packed=is_packed, num_new=num_new)
         _ = self.template
 
     def prepare_data(self) -> None:

@@ -89,13 +89,14 @@ def generation_ends(module: object, tokenizer: object = None) -> tuple[int, ...]
         return () if file is None else end_tokens({GENERATION: file.read_bytes()})
 
 
-def check_model(module: object, num_ids: int, *, packed: bool) -> None:
+def check_model(module: object, num_ids: int, *, packed: bool, num_new: int = 0) -> None:
     """Check that a module's model accepts the ids and rows of the data.
 
     Args:
         module: A LightningModule.
         num_ids: Number of ids of the data's tokenizer.
         packed: Whether documents share rows.
+        num_new: Ids of new tokens among them, for which a folder's model grows.
 
     Raises:
         ConfigError: If the embedding has fewer rows, or documents in a row would see each other,
@@ -103,11 +104,14 @@ def check_model(module: object, num_ids: int, *, packed: bool) -> None:
     """
     if isinstance(module, ObjectiveModule):
         for template in module.templates():
-            check_model(template, num_ids, packed=packed)
+            grows = template is module.template or module.shares_vocabulary
+            check_model(template, num_ids, packed=packed, num_new=num_new if grows else 0)
         return
+    has_folder = isinstance(module, FolderModule) and module._source is not None
+    num_own = num_ids - num_new if has_folder else num_ids
     config = getattr(module, "config", None)
     if isinstance(config, TransformerConfig):
-        check_vocabulary(config, num_ids)
+        check_vocabulary(config, num_own)
         if packed and config.moe is not None and "seq_aux_loss" in config.moe.auxiliary_losses:
             raise ConfigError(
                 "moe.router_load_balancing_type has seq_aux_loss, which would see all documents of "
@@ -122,11 +126,11 @@ def check_model(module: object, num_ids: int, *, packed: bool) -> None:
         trusts = bool(source.get("trust_remote_code"))
         theirs = AutoBridge(folder, trust_remote_code=trusts).config
     rows = int(theirs.get_text_config().vocab_size)
-    if num_ids > rows:
+    if num_own > rows:
         raise ConfigError(
-            f"the data's tokenizer has {num_ids} ids, new_tokens included, and the embedding of "
-            f"{source.get('path')} has {rows} rows. Use the model's own tokenizer, fewer "
-            "new_tokens, or a model with more rows."
+            f"the data's tokenizer has {num_own} ids without new_tokens, and the embedding of "
+            f"{source.get('path')} has {rows} rows. Use the model's own tokenizer, and name what "
+            "it lacks in new_tokens, for which the model grows."
         )
     if packed:
         check_parts_documents(theirs, str(source.get("path")))

@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.give_back import save_model
 from megatron_lightning.bridge.kept import read_kept, recall
-from megatron_lightning.bridge.new_rows import draw_new_rows
+from megatron_lightning.bridge.new_rows import fill_new_rows, rows_for, with_vocabulary
 from megatron_lightning.bridge.remembered import write_kept
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.pair import FrozenPair
@@ -37,22 +37,23 @@ class FolderModule(LanguageModule):
         self.given_mesh: Any = None
         """Device mesh of a module around this one. None: the module is the Trainer's."""
         self.new_tokens: Mapping[str, int] = {}
-        """Text -> id of tokens that the data added to the model's. Their trained rows get values of
-        their own when the model is made. ``FinetuneDataModule`` sets the tokens."""
+        """Text -> id of tokens that the data added to the model's, behind the ids of the model's
+        own. The model is made with rows for them: the mean of the rows of its own tokens.
+        ``FinetuneDataModule`` sets the tokens."""
         self.loads_from: str | None = None
         """Checkpoint to be loaded by the run. ``MegatronStrategy`` sets the path before the run
         begins."""
 
     def _adapt(self, model: ModuleT) -> ModuleT:
-        """Attach the adapters, and draw the rows of new tokens."""
+        """Attach the adapters, and fill the rows of new tokens."""
         model = super()._adapt(model)
         if self.new_tokens and self._source is not None and not self._checkpoint:
-            frozen_names = draw_new_rows(model, self.new_tokens, _initial_std(model))
+            frozen_names = fill_new_rows(model, self.new_tokens)
             if frozen_names:
                 rank_zero_warn(
                     f"new_tokens adds {len(self.new_tokens)} tokens, and {', '.join(frozen_names)} "
-                    "is frozen: their rows keep the values of the folder, which mean nothing. Name "
-                    "the layer in modules_to_save of LoRA."
+                    "is frozen: their rows stay as they are, without a meaning. Name the layer in "
+                    "modules_to_save of LoRA."
                 )
         return model
 
@@ -77,7 +78,11 @@ class FolderModule(LanguageModule):
             reads = not self.strict_loading
             source.pop("config_overrides", None)  # the checkpoint's configuration has them
             return AutoBridge.from_checkpoint(self._checkpoint, reads=reads, **source)
-        return AutoBridge.from_hf_pretrained(**source)
+        bridge = AutoBridge.from_hf_pretrained(**source)
+        num_ids = max(self.new_tokens.values(), default=-1) + 1
+        if num_ids > bridge.config.get_text_config().vocab_size:
+            bridge = with_vocabulary(bridge, rows_for(num_ids), min(self.new_tokens.values()))
+        return bridge
 
     @property
     def _checkpoint(self) -> str | None:
@@ -126,9 +131,3 @@ class FolderModule(LanguageModule):
             strategy.save_hf_pretrained(path, self._trained, dtype=dtype, overwrite=overwrite)
         else:
             save_model(self._trained, Path(path), dtype=dtype, overwrite=overwrite)
-
-
-def _initial_std(model: Any) -> float:
-    """Return the standard deviation of a model's initial weights."""
-    config = model.config
-    return float(getattr(config, "init_method_std", getattr(config, "initializer_range", 0.02)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -97,6 +98,8 @@ class GPTLightningModule(FolderModule):
             bridge = self._bridge()
             if not hasattr(self, "config"):
                 self._set_config(bridge.to_config())
+            if bridge.grown is not None:
+                self._set_config(replace(self.config, vocab_size=bridge.grown[0]))
             self.model = self._adapt(bridge.to_model("gpt", config=self.config))
             return
         mesh = self.given_mesh or self.device_mesh

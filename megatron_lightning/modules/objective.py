@@ -43,6 +43,8 @@ class ObjectiveModule(FolderModule):
 
     sequence_dims: ClassVar[Mapping[str, int]] = {}
     _has_own_options: ClassVar[bool] = False
+    shares_vocabulary: ClassVar[bool] = True
+    """Whether the frozen model gets rows for new tokens as well."""
 
     def __init__(self, model: Template, frozen: Template | None = None) -> None:
         template = template_of(model, "model")
@@ -118,6 +120,8 @@ class ObjectiveModule(FolderModule):
         copied = copy.copy(template)
         copied._modules = dict(template._modules)
         copied.given_mesh = self.device_mesh
+        if template is self.template or self.shares_vocabulary:
+            copied.new_tokens = self.new_tokens
         if not self._frozen:  # a pair of models reads its folders, and then the checkpoint
             copied.loads_from = self.loads_from
         copied.configure_model()

@@ -15,6 +15,7 @@ from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.folder_model import FolderModel, Plan
 from megatron_lightning.bridge.lazy import Fill
+from megatron_lightning.bridge.new_rows import with_vocabulary
 from megatron_lightning.bridge.values import fills_of_checkpoint
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.format.streaming import (
@@ -76,7 +77,7 @@ def base_model(
         CheckpointError: If no base is named.
     """
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    config, fills = None, None
+    config, grown = None, None
     if not folder.is_folder(source):
         opened = open_checkpoint(source)
         record = record_of(opened, source)
@@ -89,6 +90,7 @@ def base_model(
             plan = bridge.plan(config)
             fills = fills_of_checkpoint(opened, plan.parameters, record.path)
             return BaseModel(bridge, plan, fills, _on_meta(bridge, config), source)
+        grown = None if entry is None else entry[1].get("grown")
     origin = own.base.origin
     if base is None and (origin is None or not Path(origin).is_dir()):
         hint = f" ({origin}, which is no folder here)" if origin else ""
@@ -97,6 +99,8 @@ def base_model(
             f"--base {origin or 'FOLDER'}."
         )
     bridge = AutoBridge.from_hf_pretrained(base or str(origin), revision=revision, **options)
+    if grown is not None and grown[0] > bridge.config.get_text_config().vocab_size:
+        bridge = with_vocabulary(bridge, *grown)
     plan = bridge.plan(config)
     fills = {name: lazy.fill for name, lazy in plan.parameters.items()}
     return BaseModel(bridge, plan, fills, _on_meta(bridge, config), str(bridge.path))
