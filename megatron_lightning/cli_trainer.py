@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from typing_extensions import override
 from megatron_lightning import callbacks, modules
 from megatron_lightning.callbacks.closing_summary import ClosingSummary
 from megatron_lightning.callbacks.progress_bars import count_to_max_steps
-from megatron_lightning.checkpoint.format.class_paths import imported_class
+from megatron_lightning.checkpoint.format.class_paths import check_classes, check_instantiators
+from megatron_lightning.checkpoint.format.plain_state import load_plain_file
 from megatron_lightning.cli_parser import OneLineParser
+from megatron_lightning.config.class_paths import imported_class
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.gpt import GPTLightningModule
 from megatron_lightning.modules.language_model import LanguageModule
@@ -81,19 +84,14 @@ class MegatronCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the arguments, and keep them."""
-        self._arguments = args
-        super().parse_arguments(parser, args)
-
-    @override
-    def before_instantiate_classes(self) -> None:
-        """Give LightningCLI's ``--optimizer`` to a module of ours, which has the option
-        ``model.optimizer``. Import the class of the optimizer.
+        """Parse the arguments. LightningCLI's ``--optimizer`` of a module of ours becomes the
+        option ``model.optimizer``. Import the class of the optimizer.
 
         Raises:
             ConfigError: If an optimizer is given twice, or has a scheduler beside it.
         """
-        config = self.config.get(str(self.subcommand), self.config)
+        super().parse_arguments(parser, args)
+        config = self._of_command(self.config)
         options = _options_of_ours(config.get("model"))
         if options is None:
             return
@@ -108,20 +106,35 @@ class MegatronCLI(LightningCLI):
                     "optimizer and model.optimizer are both given, and mean the same. Leave one "
                     "out."
                 )
-            options["optimizer"] = self._given("optimizer")
+            # Without the defaults of the class: the learning rate is the module's.
+            is_parsed = isinstance(args, dict | Namespace)
+            parse = parser.parse_object if is_parsed else parser.parse_args
+            given = self._of_command(parse(args, defaults=False))
+            options["optimizer"] = given["optimizer"].as_dict()
             config["optimizer"] = None
         if options.get("optimizer") is not None:
             NamedOptimizer.of(options["optimizer"]).import_classes()
 
-    def _given(self, name: str) -> Any:
-        """Return an option as plain values, without defaults."""
-        parse = (
-            self.parser.parse_object
-            if isinstance(self._arguments, dict | Namespace)
-            else (self.parser.parse_args)
-        )
-        given = parse(self._arguments, defaults=False)
-        return given.get(str(self.subcommand), given)[name].as_dict()
+    @override
+    def _parse_ckpt_path(self) -> None:
+        """Read a checkpoint file's hyper-parameters as LightningCLI does, after a check of the
+        classes that they name.
+
+        Raises:
+            CheckpointError: If a class is not imported yet.
+        """
+        path = self._of_command(self.config).get("ckpt_path")
+        if path and Path(path).is_file():
+            state = load_plain_file(str(path))
+            check_instantiators(state, str(path))
+            check_classes(state, LightningModule, str(path), parsed=True)
+        super()._parse_ckpt_path()
+
+    @staticmethod
+    def _of_command(config: Namespace) -> Namespace:
+        """Return the options of the command."""
+        options: Namespace = config.get(str(config.get("subcommand")), config)
+        return options
 
     @override
     def instantiate_trainer(self, **settings: Any) -> Trainer:

@@ -39,6 +39,7 @@ from megatron_lightning.bridge.untouched import (
     ties_of_class,
 )
 from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config.class_paths import check_known, config_of_checkpoint
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optional import require
 
@@ -115,6 +116,8 @@ class FolderModel:
         self._family = family
         if family is None and kept is not None and kept.gpt is not None:
             self._family = kept.gpt["family"]
+            if isinstance(self._family, str) and "." in self._family:
+                check_known(self._family, "the rules of its family")
         self._generation_config = load_generation_config(path)
         self._options: dict[str, Any] = {}
         if attn_implementation is not None:
@@ -251,7 +254,7 @@ class FolderModel:
             ConfigError: If ``config`` describes another model.
         """
         if config is None and self._kept is not None and self._kept.gpt is not None:
-            config = TransformerConfig(**self._kept.gpt["config"])
+            config = config_of_checkpoint(self._kept.gpt["config"])
         if config is not None:
             gpt = self.gpt_folder()
             parameters = gpt.tensors(gpt.check(config))

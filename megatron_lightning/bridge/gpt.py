@@ -30,6 +30,7 @@ from megatron_lightning.bridge.settings import differing, flat
 from megatron_lightning.bridge.untouched import defer_values
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config.class_paths import config_of_checkpoint
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.router_loss import coefficient_of
 from megatron_lightning.models.transformer import GPTModel
@@ -166,7 +167,7 @@ def gpt_config(
         config = source.state().get("hyper_parameters", {}).get("config")
         if not any(name.endswith(f".{WORDS}") for name in source.tensors()):
             return None
-    return TransformerConfig(**config) if isinstance(config, Mapping) else None
+    return config_of_checkpoint(config) if isinstance(config, Mapping) else None
 
 
 def build_gpt_model(

@@ -26,6 +26,7 @@ from megatron_lightning.checkpoint import CheckpointSource, open_checkpoint
 from megatron_lightning.checkpoint.kept_files import KeptFiles, read_kept_tokenizer
 from megatron_lightning.checkpoint.text_record import end_tokens, read_texts
 from megatron_lightning.config import PipelineOptions, TransformerConfig
+from megatron_lightning.config.class_paths import config_of_checkpoint
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.inference.drafts import check_drafts
@@ -142,7 +143,7 @@ def _check_base(source: CheckpointSource, checkpoint: str) -> None:
 
 
 def _of_checkpoint(source: CheckpointSource, saved: Mapping[str, Any]) -> SavedModel:
-    config, lora = TransformerConfig(**saved["config"]), saved.get("peft")
+    config, lora = config_of_checkpoint(saved["config"]), saved.get("peft")
 
     def build() -> nn.Module:
         with torch.device("meta"):

@@ -38,6 +38,7 @@ from megatron_lightning.checkpoint.format.streaming import (
 from megatron_lightning.checkpoint.progress import Advance, progress_bar, silent
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.config import MoEConfig, TransformerConfig
+from megatron_lightning.config.class_paths import config_of_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.spec import Box
@@ -271,7 +272,7 @@ def _config_of(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Transf
             f"{path} has no hyper_parameters.config that describes a model: it was not saved by "
             "GPTLightningModule. Give the checkpoint of one."
         )
-    return TransformerConfig(**config)
+    return config_of_checkpoint(config)
 
 
 def _with_experts(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config.class_paths import config_of_checkpoint
 from megatron_lightning.errors import ConfigError, MissingCheckpointError
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.modules.folder_module import FolderModule
@@ -53,7 +54,7 @@ class GPTLightningModule(FolderModule):
         # `load_from_checkpoint` gives the plain values of a checkpoint first, and then the weights.
         is_loaded = isinstance(config, Mapping)
         if isinstance(config, Mapping):
-            config = TransformerConfig(**config)
+            config = config_of_checkpoint(config)
         if init_from_hf is not None and not is_loaded:
             self._source = {"path": init_from_hf, **origin}
             if config is None:

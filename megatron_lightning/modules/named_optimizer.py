@@ -31,7 +31,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from megatron_lightning.checkpoint.format.class_paths import imported_class
+from megatron_lightning.config.class_paths import imported_class
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.param_groups import ParamGroup, make_param_groups
 from megatron_lightning.optim.stepping.chained import ChainedOptimizer

@@ -28,6 +28,7 @@ from megatron_lightning.checkpoint.kept_files import kept_entry
 from megatron_lightning.checkpoint.progress import progress_bar
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config.class_paths import config_of_checkpoint
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.digest import as_text, digest_of_tensors
@@ -302,4 +303,4 @@ def gpt_config_of(base: str) -> TransformerConfig | None:
 def config_in(source: CheckpointSource) -> TransformerConfig | None:
     """Return the configuration in a checkpoint. None: of another model than a ``GPTModel``."""
     config = source.state().get("hyper_parameters", {}).get("config")
-    return TransformerConfig(**config) if isinstance(config, Mapping) else None
+    return config_of_checkpoint(config) if isinstance(config, Mapping) else None

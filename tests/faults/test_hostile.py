@@ -34,9 +34,13 @@ from megatron_lightning.checkpoint.local_copies.local import Pointer
 from megatron_lightning.checkpoint.saving import save_sharded
 from megatron_lightning.checkpoint.tools.pruning import find_prunable
 from megatron_lightning.checkpoint.tools.verification import verify
+from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.inference.load import read_config
+from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel.spec import Shard
 from megatron_lightning.strategies import ShardedCheckpointIO
+from tests.helpers import squashed_layer  # noqa: F401  # imported, and so known by name
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer
 from tests.lightning.support import ONE, Layout, run
@@ -374,6 +378,30 @@ def test_a_state_of_another_form_is_refused(form: str, tmp_path: Path) -> None:
     for use in (_load, read_full, lambda path: open_checkpoint(tmp_path / "plain.ckpt")):
         with pytest.raises(CheckpointError, match=message):
             use(tmp_path / "a")
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_kind_of_layer_in_a_checkpoint_imports_nothing(
+    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module may lie beside a downloaded folder, where commands find modules of a user."""
+    (tmp_path / "lying.py").write_text("open('ran', 'w').close()\nclass Kind: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    kind = "tests.helpers.squashed_layer.Squashed" if known else "lying.Kind"
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=8, layer_pattern=["dense"]
+    ).to_dict()
+    _save(tmp_path / "a")
+    settings = {"config": {**config, "layer_pattern": [kind]}}
+    _forge_state(tmp_path / "a", _saved({"hyper_parameters": settings}))
+    if known:
+        assert read_config(tmp_path / "a").layer_pattern == (kind,)
+    else:
+        for use in (read_config, lambda _: GPTLightningModule(**settings)):
+            with pytest.raises(CheckpointError, match=r"'lying\.Kind' as a kind of layer.*import "):
+                use(tmp_path / "a")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_progress_that_is_missing_is_refused() -> None:

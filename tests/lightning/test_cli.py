@@ -425,6 +425,27 @@ def test_a_module_of_the_command_line_is_loaded_from_its_folder(
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_checkpoint_file_of_others_imports_nothing(
+    config: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """LightningCLI reads options of the model from a file named by ckpt_path."""
+    (tmp_path / "lying.py").write_text("open('ran', 'w').close()\nclass Layer: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for entry in (
+        {"_class_path": "lying.Layer"},
+        {"class_path": "lying.Layer"},
+        {"lr": 1.0, "layer": {"class_path": "lying.Layer"}},
+        {"_instantiator": "lying.Layer"},
+    ):
+        torch.save({"state_dict": {}, "hyper_parameters": entry}, tmp_path / "x.ckpt")
+        args = ["fit", "--config", config, f"--ckpt_path={tmp_path / 'x.ckpt'}"]
+        assert "lying.Layer" in _fails(args, capsys)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_the_configuration_is_printed(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(

@@ -7,10 +7,10 @@ way. Only LightningCLI's instantiator is accepted, and only classes that are imp
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_lightning.config.class_paths import imported_class, is_known
 from megatron_lightning.errors import CheckpointError
 
 _INSTANTIATORS = (
@@ -25,16 +25,6 @@ _HYPER_PARAMETERS = (
     "module_arguments",
 )
 """Entries that Lightning reads as arguments of a module, old names included."""
-_TRUSTED = ("torch", "megatron_lightning")
-"""Packages whose classes may be named without an import."""
-
-
-def imported_class(path: object) -> Any:
-    """Return the object at a class path in a module that is imported already. None: there is no
-    such module or object.
-    """
-    module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
-    return getattr(sys.modules.get(module), name, None) if module else None
 
 
 def check_instantiators(state: Mapping[Any, Any], origin: str) -> None:
@@ -55,13 +45,16 @@ def check_instantiators(state: Mapping[Any, Any], origin: str) -> None:
             )
 
 
-def check_classes(state: Mapping[Any, Any], kind: type, origin: str) -> None:
+def check_classes(
+    state: Mapping[Any, Any], kind: type, origin: str, *, parsed: bool = False
+) -> None:
     """Check the class paths that ``kind.load_from_checkpoint`` would import.
 
     Args:
         state: The checkpoint.
         kind: The class of the module or data module.
         origin: The checkpoint's name, for messages.
+        parsed: Whether the command line parses the hyper-parameters, whoever wrote them.
 
     Raises:
         CheckpointError: If a class is not imported yet, or the module's class is no subclass of
@@ -69,7 +62,7 @@ def check_classes(state: Mapping[Any, Any], kind: type, origin: str) -> None:
     """
     for key in (getattr(kind, "CHECKPOINT_HYPER_PARAMS_KEY", ""), *_HYPER_PARAMETERS[2:]):
         entry = state.get(key)
-        if not isinstance(entry, Mapping) or entry.get("_instantiator") is None:
+        if not isinstance(entry, Mapping) or not (parsed or entry.get("_instantiator")):
             continue
         path = entry.get("_class_path")
         found = imported_class(path)
@@ -81,7 +74,7 @@ def check_classes(state: Mapping[Any, Any], kind: type, origin: str) -> None:
                 "load_from_checkpoint."
             )
         for place, name in _class_paths(entry, key):
-            if name.partition(".")[0] not in _TRUSTED and imported_class(name) is None:
+            if not is_known(name):
                 raise CheckpointError(
                     f"{origin} names the class {name} ({place}), which no module imported so far "
                     "has, and importing it would run code that the checkpoint chooses. If you "
