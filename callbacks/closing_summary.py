@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,10 +13,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from megatron_lightning.callbacks.counting import num_data_ranks, num_samples, num_tokens
+from megatron_lightning.callbacks.last_losses import LastLosses
 
 
 class ClosingSummary(pl.Callback):
-    """Print time, speed, checkpoints and the next command when a fit ends or is interrupted.
+    """Print time, speed, last losses, checkpoints and the next command when a fit ends or is
+    interrupted.
 
     The command line adds this callback to ``fit``. Samples and tokens count from this start, over
     all ranks.
@@ -28,6 +31,7 @@ class ClosingSummary(pl.Callback):
         self._first_step = 0
         self._samples = 0
         self._tokens = 0
+        self._losses = LastLosses()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin to count."""
@@ -44,6 +48,7 @@ class ClosingSummary(pl.Callback):
         batch_idx: int,
     ) -> None:
         """Count the batch."""
+        self._losses.keep(outputs)
         self._samples += num_samples(batch)
         self._tokens += num_tokens(trainer, pl_module, batch, None)
 
@@ -67,6 +72,11 @@ class ClosingSummary(pl.Callback):
             f"{self._samples * ranks / seconds:.4g} samples a second"
             + (f", {self._tokens * ranks / seconds:.4g} tokens a second" if self._tokens else "")
         ]
+        losses: list[str] = []
+        with suppress(RuntimeError):  # of a device that has failed
+            losses = self._losses.texts(trainer)
+        if losses:
+            lines.append(f"  last losses: {', '.join(losses)}")
         best, last = _checkpoints(trainer)
         if best:
             lines.append(f"  best checkpoint: {best}")

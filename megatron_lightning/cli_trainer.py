@@ -5,6 +5,7 @@ Lightning.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing_extensions import override
 from megatron_lightning import callbacks, modules
 from megatron_lightning.callbacks.closing_summary import ClosingSummary
 from megatron_lightning.callbacks.progress_bars import count_to_max_steps
+from megatron_lightning.callbacks.progress_lines import use_lines_in_files
+from megatron_lightning.callbacks.short_runs import LogShortRuns
 from megatron_lightning.checkpoint.format.class_paths import check_classes, check_instantiators
 from megatron_lightning.checkpoint.format.plain_state import load_plain_file
 from megatron_lightning.cli_parser import OneLineParser
@@ -153,14 +156,20 @@ class MegatronCLI(LightningCLI):
         return super().instantiate_trainer(**settings)
 
     def prepare_screen(self) -> None:
-        """Print the layout on request. Otherwise make the bar count to the last step, and print at
-        the end of the fit how to continue.
+        """Print the layout on request. Otherwise make the bar count to the last step, log every
+        step of a short run, and print at the end of the fit how to continue.
         """
         self.print_layout()
         callbacks: list[Any] = vars(self.trainer)["callbacks"]
         if not any(isinstance(callback, ClosingSummary) for callback in callbacks):
             callbacks.append(ClosingSummary())
-        count_to_max_steps(self.trainer.progress_bar_callback)
+        bar = self.trainer.progress_bar_callback
+        count_to_max_steps(bar)
+        callbacks += use_lines_in_files(bar)
+        if self._get(self.config_init, "trainer.log_every_n_steps") is None:
+            callbacks.append(LogShortRuns())
+            # Given before the number of steps is known.
+            warnings.filterwarnings("ignore", ".*is smaller than the logging interval")
 
     def print_layout(self) -> None:
         """Print how the strategy divides the model, before anything is started."""

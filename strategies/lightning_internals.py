@@ -61,6 +61,7 @@ from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwarg
 
 # How the learning rate finder leaves ``fit`` on purpose: not a failure.
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Sampler
 
@@ -202,6 +203,13 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
     """
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
+
+
+def known_metrics(trainer: pl.Trainer) -> dict[str, Tensor]:
+    """Return the metrics that callbacks have seen last. The public property computes metrics of the
+    running epoch, which may wait for other ranks.
+    """
+    return dict(trainer._logger_connector._callback_metrics)
 
 
 def evaluation_batches(trainer: pl.Trainer) -> list[int | float]:

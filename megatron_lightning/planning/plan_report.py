@@ -301,10 +301,14 @@ def _text(found: Mapping[str, Any]) -> Iterator[str]:
         f"{operations['step']:.4g} FLOPs a step of {operations['global_batch_size']:,} samples, "
         f"{operations['step_and_rank'] / 1e12:.4g} TFLOPs a rank, {per_item}"
     )
-    yield (
-        f"schedule {bubble['schedule']} ({bubble['reason']}), {bubble['num_microbatches']} "
-        f"micro-batches: bubble {bubble['share']:.1%}"
-    )
+    count = f"{bubble['num_microbatches']} micro-batch{'es' * (bubble['num_microbatches'] > 1)}"
+    if len(found["bytes"]["pp_ranks"]) == 1:
+        yield f"no pipeline, {count}"
+    else:
+        yield (
+            f"schedule {bubble['schedule']} ({bubble['reason']}), {count}: bubble "
+            f"{bubble['share']:.1%}"
+        )
     if "device" in found:
         yield from _fit_text(found["device"], found["bytes"]["fullest_rank"]["total"])
 

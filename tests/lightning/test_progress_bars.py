@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 
 from megatron_lightning.callbacks.progress_bars import count_to_max_steps
+from megatron_lightning.callbacks.progress_lines import ProgressLines, use_lines_in_files
+from megatron_lightning.callbacks.short_runs import LogShortRuns, num_steps
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer
@@ -70,3 +74,49 @@ def test_other_bars_are_left_alone() -> None:
     count_to_max_steps(bar)
     count_to_max_steps(None)
     assert type(bar) is Own
+
+
+def test_a_file_gets_lines_instead_of_a_bar(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(bar: ProgressBar, is_terminal: bool) -> str:
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+        added = use_lines_in_files(bar)
+        assert len(added) == (not is_terminal)
+        run = trainer(
+            MegatronStrategy(),
+            max_steps=2,
+            callbacks=[bar, *(ProgressLines(interval_s=0.0) for _ in added)],
+            enable_progress_bar=True,
+            default_root_dir=tmp_path,
+        )
+        run.fit(ToyModule(), datamodule=ToyData())
+        return capsys.readouterr().out
+
+    assert "\r" in fit(TQDMProgressBar(), True)
+    for bar in (TQDMProgressBar(), RichProgressBar()):
+        lines = fit(bar, False).strip().split("\n")
+        # The first value is logged behind the first line.
+        assert [line.rpartition(" ")[0] for line in lines] == [
+            f"epoch 0, step {step} of 2; losses: {name}"
+            for step, name in ((1, "loss"), (2, "train_loss"))
+        ]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "every"),
+    [
+        ({"max_steps": 99}, 99, 1),
+        ({"max_steps": 100}, 100, 50),
+        ({"max_epochs": 3, "limit_train_batches": 4}, 12, 1),
+        ({"max_epochs": 3, "limit_train_batches": 3, "accumulate_grad_batches": 2}, 6, 1),
+        ({"max_epochs": 50, "limit_train_batches": 4}, 200, 50),
+        ({"max_epochs": -1}, math.inf, 50),
+    ],
+)
+def test_short_runs_log_every_step(options: dict[str, Any], steps: float, every: int) -> None:
+    run = trainer("auto", **options)
+    run.fit_loop.max_batches = options.get("limit_train_batches", math.inf)
+    assert num_steps(run) == steps
+    LogShortRuns().on_train_start(run, ToyModule())
+    assert vars(run)["log_every_n_steps"] == every

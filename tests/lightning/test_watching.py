@@ -6,6 +6,7 @@ import gc
 import gzip
 import json
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -152,6 +153,9 @@ def test_a_validation_is_proposed_if_there_are_validation_data(
     with mock.patch.object(sys, "argv", ["megatron-lightning", "fit", "--config=a.yaml"]):
         fit.fit(ToyModule(), datamodule=ToyData())
     assert closing.text.startswith("fit finished at step 1")
+    losses = re.search(r"\n  last losses: train_loss ([\d.]+)\n", closing.text)
+    assert losses is not None
+    assert float(losses[1]) == pytest.approx(float(fit.callback_metrics["train_loss"]), rel=1e-3)
     command = f"next: megatron-lightning validate --config=a.yaml --ckpt_path {tmp_path}/last.ckpt"
     assert closing.text.endswith(command) if val_batches else "next:" not in closing.text
 

@@ -113,6 +113,10 @@ def test_a_plan_as_text(capsys: pytest.CaptureFixture[str]) -> None:
         "schedule 1f1b (each of the 2 pipeline ranks holds one model chunk), 64 micro-batches",
     ):
         assert part in text
+    whole = "--trainer.strategy.pipeline_model_parallel_size=1"
+    main(["plan", "--config", str(LLAMA), "--world-size", "64", whole])
+    text = capsys.readouterr().out
+    assert "\nno pipeline, " in text and "bubble" not in text
 
 
 @pytest.mark.parametrize(
