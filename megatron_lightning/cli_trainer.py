@@ -133,6 +133,22 @@ class MegatronCLI(LightningCLI):
             check_classes(state, LightningModule, str(path), parsed=True)
         super()._parse_ckpt_path()
 
+    @override
+    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
+        """Make the optimizer of a user's module, for ``--optimizer``.
+
+        Raises:
+            ConfigError: If the module has no parameters yet.
+        """
+        optimizer = self._get(self.config_init, "optimizer")
+        if optimizer is not None and next(self.model.parameters(), None) is None:
+            raise ConfigError(
+                f"optimizer is given, and {type(self.model).__name__} has no parameters before "
+                "configure_model, which the command line's optimizer needs. Build the model in "
+                "__init__, or return the optimizer from configure_optimizers of the module."
+            )
+        super()._add_configure_optimizers_method_to_model(subcommand)
+
     @staticmethod
     def _of_command(config: Namespace) -> Namespace:
         """Return the options of the command."""

@@ -361,6 +361,13 @@ def test_a_wrong_optimizer_is_one_line(
     assert message in _fails(["fit", *GPT, *args], capsys)
 
 
+def test_an_optimizer_of_a_module_without_parameters_is_one_line(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["fit", "--config", config, "--optimizer=SGD"]
+    assert "ToyModule has no parameters before configure_model" in _fails(args, capsys)
+
+
 def test_a_schedule_of_the_command_line_is_stepped_with_the_optimizer(
     tmp_path: Path, config: str
 ) -> None:

@@ -262,7 +262,9 @@ def test_a_module_around_another_takes_its_options() -> None:
     module.configure_model()
     configured: Any = module.configure_optimizers()
     assert isinstance(configured["optimizer"], ChainedOptimizer)
-    assert configured["lr_scheduler"]["scheduler"].schedule.lr_decay_style == "linear"
+    scheduler = configured["lr_scheduler"]["scheduler"]
+    assert scheduler.schedule.lr_decay_style == "linear"
+    assert [group.peak for group in scheduler._groups] == [0.02, 0.02, 3e-4, 3e-4]
     assert sum(p.requires_grad for p in module.parameters()) == 13
     assert sum(len(g["params"]) for g in configured["optimizer"].param_groups) == 13
     again = DPOModule(module.hparams["model"], loss="orpo")
