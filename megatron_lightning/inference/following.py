@@ -11,62 +11,117 @@ from megatron_lightning.inference.api_answers import Written
 from megatron_lightning.inference.api_models import ApiError
 from megatron_lightning.inference.batch import NOT_FINITE, Request
 from megatron_lightning.inference.sampling import Sampling
-from megatron_lightning.inference.stepping import Sink, Stepping
+from megatron_lightning.inference.stepping import Stepping
 
 
-class Followed:
-    """Requests of a client, with the last state of each. Memory does not depend on how fast the
-    client reads.
+class News:
+    """Wakes an event loop from the stepping thread, once for any number of changes."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._event = asyncio.Event()
+        self._is_told = False
+
+    def tell(self) -> None:
+        """Wake the loop. Called after a change, from the stepping thread."""
+        if not self._is_told:
+            self._is_told = True
+            self._loop.call_soon_threadsafe(self._event.set)
+
+    async def wait(self, deadline: float) -> None:
+        """Wait for a change. The caller looks at all states afterwards.
+
+        Raises:
+            ApiError: If time is over.
+        """
+        try:
+            await asyncio.wait_for(self._event.wait(), max(0.0, deadline - time.monotonic()))
+        except asyncio.TimeoutError as error:
+            raise ApiError(504, "the request took longer than this server allows.") from error
+        self._event.clear()
+        self._is_told = False
+
+
+class Reader:
+    """Follows a request by its last state alone: memory does not depend on how fast a client reads.
 
     Args:
         stepping: The engine's thread.
+        tokens: Token ids.
+        sampling: How tokens are chosen.
+        num_scored: Number of last tokens to score.
         follows: Whether each step's state is wanted. False: the last state alone.
+        news: Told of changes. None: the reader's own.
+
+    Raises:
+        ApiError: If the engine has failed or ends.
     """
 
-    def __init__(self, stepping: Stepping, *, follows: bool) -> None:
+    def __init__(
+        self,
+        stepping: Stepping,
+        tokens: list[int],
+        sampling: Sampling,
+        num_scored: int = 0,
+        *,
+        follows: bool = False,
+        news: News | None = None,
+    ) -> None:
         self._stepping = stepping
         self._follows = follows
-        self._loop = asyncio.get_running_loop()
-        self._news = asyncio.Event()
-        self._changed: dict[int, Written | ApiError] = {}
-        self._numbers: dict[int, int] = {}
-        self.states: list[Written] = []
-        """State of each request so far."""
-
-    def add(self, tokens: list[int], sampling: Sampling, num_scored: int = 0) -> None:
-        """Run a request.
-
-        Raises:
-            ApiError: If the engine has failed or ends.
-        """
-        index = len(self.states)
-        self.states.append(Written())
+        self._news = news or News()
+        self.last = Written()
+        """State of the request so far."""
+        self._newest: Written | ApiError = self.last
         try:
-            number = self._stepping.add(tokens, sampling, num_scored, self._sink(index))
+            self._number = stepping.add(tokens, sampling, num_scored, self._tell)
         except ConfigError as error:
             raise ApiError(503, str(error)) from error
-        self._numbers[index] = number
 
-    def add_ended(self) -> None:
-        """Take the place of a request without work."""
-        self.states.append(Written(reason="length"))
+    def _tell(self, request: Request | ConfigError | None) -> None:
+        """Keep a copy of the request's state. Called from the stepping thread."""
+        if isinstance(request, Request) and request.reason is None and not self._follows:
+            return  # waking the event loop for each request would slow every step
+        self._newest = _state_of(request)
+        self._news.tell()
 
-    def _sink(self, index: int) -> Sink:
-        """Return a function that passes on a copy of a request's state. Called from the stepping
-        thread.
+    def take(self) -> bool:
+        """Take the last state. Return whether there is a new one.
+
+        Raises:
+            ApiError: If the engine or the request has failed.
         """
+        newest = self._newest
+        if isinstance(newest, ApiError):
+            raise newest
+        is_new = newest is not self.last
+        self.last = newest
+        return is_new
 
-        def tell(request: Request | ConfigError | None) -> None:
-            if isinstance(request, Request) and request.reason is None and not self._follows:
-                return  # waking the event loop for each request would slow every step
-            state = _state_of(request)
-            self._loop.call_soon_threadsafe(self._take, index, state)
+    def give_up(self) -> None:
+        """End the request, unless already ended."""
+        if self.last.reason is None:
+            self._stepping.give_up(self._number)
 
-        return tell
 
-    def _take(self, index: int, state: Written | ApiError) -> None:
-        self._changed[index] = state
-        self._news.set()
+class Followed:
+    """Readers of the texts of a client's request."""
+
+    def __init__(self) -> None:
+        self.news = News()
+        """Told of changes by the readers."""
+        self._readers: list[Reader | None] = []
+
+    def add(self, reader: Reader | None) -> None:
+        """Follow a reader. None takes the place of a text without new tokens."""
+        self._readers.append(reader)
+
+    @property
+    def states(self) -> list[Written]:
+        """State of each request so far."""
+        return [
+            Written(reason="length") if reader is None else reader.last for reader in self._readers
+        ]
 
     async def changes(self, deadline: float) -> AsyncIterator[int]:
         """Yield the indices of requests with a new state, up to the ends of all requests.
@@ -75,17 +130,10 @@ class Followed:
             ApiError: If the engine or a request has failed, or time is over.
         """
         while any(state.reason is None for state in self.states):
-            try:
-                await asyncio.wait_for(self._news.wait(), max(0.0, deadline - time.monotonic()))
-            except asyncio.TimeoutError as error:
-                raise ApiError(504, "the request took longer than this server allows.") from error
-            self._news.clear()
-            changed, self._changed = self._changed, {}
-            for index, state in sorted(changed.items()):
-                if isinstance(state, ApiError):
-                    raise state
-                self.states[index] = state
-                yield index
+            await self.news.wait(deadline)
+            for index, reader in enumerate(self._readers):
+                if reader is not None and reader.take():
+                    yield index
 
     async def end(self, deadline: float) -> None:
         """Wait for the ends of all requests."""
@@ -94,9 +142,9 @@ class Followed:
 
     def give_up(self) -> None:
         """End the requests, unless already ended."""
-        for index, number in self._numbers.items():
-            if self.states[index].reason is None:
-                self._stepping.give_up(number)
+        for reader in self._readers:
+            if reader is not None:
+                reader.give_up()
 
 
 def _state_of(request: Request | ConfigError | None) -> Written | ApiError:

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_lightning.inference.api_answers import Answer
 from megatron_lightning.inference.api_models import ApiError
 from megatron_lightning.inference.api_requests import ApiRequest, parse
-from megatron_lightning.inference.following import Followed
+from megatron_lightning.inference.following import Followed, Reader
 from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.stepping import Stepping
 from megatron_lightning.inference.text import Codec
@@ -162,8 +162,7 @@ class Server:
             )
         self._check_room(request)
         answer = Answer(request, settings.name, self._codec)
-        texts = Followed(self._stepping, follows=request.stream)
-        scores = Followed(self._stepping, follows=False)
+        texts, scores = Followed(), Followed()
         self._begin(request, texts, scores)
         if request.stream:
             events = self._events(request, answer, texts, scores, deadline)
@@ -216,18 +215,21 @@ class Server:
 
     def _begin(self, request: ApiRequest, texts: Followed, scores: Followed) -> None:
         """Begin to write, and to score prompts."""
+        stepping, follows = self._stepping, request.stream
         try:
             for index in range(request.num_texts):
-                if request.writes:
-                    texts.add(request.prompt(index), request.sampling_of(index))
-                else:
-                    texts.add_ended()
+                sampling, tokens = request.sampling_of(index), request.prompt(index)
+                texts.add(
+                    Reader(stepping, tokens, sampling, follows=follows, news=texts.news)
+                    if request.writes
+                    else None
+                )
             # Log-probabilities of prompts come from scoring requests beside the writing requests.
             for prompt in request.prompts if request.echo and request.logprobs else ():
-                if len(prompt) > 1:
-                    scores.add(prompt, Sampling(), len(prompt) - 1)
-                else:
-                    scores.add_ended()
+                count = len(prompt) - 1
+                scores.add(
+                    Reader(stepping, prompt, Sampling(), count, news=scores.news) if count else None
+                )
         except ApiError:
             texts.give_up()
             scores.give_up()

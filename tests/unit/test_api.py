@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import threading
+import tracemalloc
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,10 @@ pytest.importorskip("transformers")
 import transformers
 
 from megatron_lightning.inference import load_engine
+from megatron_lightning.inference.batch import Request
+from megatron_lightning.inference.following import Followed, Reader
 from megatron_lightning.inference.load import find_codec
+from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.server import Server, ServerSettings
 from megatron_lightning.inference.stepping import Stepping, start
 from tests.helpers.llama_tokenizer import llama_tokenizer
@@ -326,9 +330,7 @@ def test_calls_are_parsed_or_stay_text(
 
 
 def test_states_of_an_unread_stream_do_not_pile_up() -> None:
-    from megatron_lightning.inference.batch import Request
-    from megatron_lightning.inference.following import Followed
-    from megatron_lightning.inference.sampling import Sampling
+    """Neither in the reader, nor in an event loop that is busy."""
 
     class Told:
         sink: Any = None
@@ -342,14 +344,19 @@ def test_states_of_an_unread_stream_do_not_pile_up() -> None:
 
     async def follow() -> None:
         told: Any = Told()
-        followed = Followed(told, follows=True)
-        followed.add([1], Sampling(max_new_tokens=2000))
-        request = Request([1], Sampling(max_new_tokens=2000), torch.Generator(), 9999)
+        followed = Followed()
+        followed.add(Reader(told, [1], Sampling(), follows=True, news=followed.news))
+        options = Sampling(max_new_tokens=2000)
+        request = Request([1], options, torch.Generator(), 9999)
+        tracemalloc.start()
         for token in range(2000):
             request.take([(token, -1.0, -1.0)])
             told.sink(request)
-            await asyncio.sleep(0)
-        assert len(followed._changed) == 1
+            if token % 2:
+                await asyncio.sleep(0)
+        size = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert size < 2 << 20
         assert [index async for index in followed.changes(1e12)] == [0]
         assert len(followed.states[0].tokens) == 2000
 
