@@ -64,12 +64,24 @@ class NamedOptimizer:
     members: Sequence[NamedOptimizer] = ()
 
     @classmethod
-    def of(cls, value: Any, place: str = "optimizer") -> NamedOptimizer:
+    def of(cls, value: Any) -> NamedOptimizer:
         """Read plain values. Keys beside ``class_path`` are arguments of the class, too.
 
         Raises:
-            ConfigError: If the values have another form. ``place`` names the values.
+            ConfigError: If the values have another form, or patterns are not of a chain's member.
         """
+        named = cls._read(value, "optimizer")
+        if named.params is not None and not named.members:
+            raise ConfigError(
+                f"optimizer {named.class_path} has params={list(named.params)}, which divide the "
+                "parameters among the members of a ChainedOptimizer, and this optimizer is alone. "
+                "Set train_only of the module to the patterns, which freezes all other parameters, "
+                "or leave params out."
+            )
+        return named
+
+    @classmethod
+    def _read(cls, value: Any, place: str) -> NamedOptimizer:
         if isinstance(value, str):
             value = {"class_path": value}
         entry = _plain(value)
@@ -81,14 +93,14 @@ class NamedOptimizer:
         further = {key: entry.pop(key) for key in list(entry) if key not in _KEYS}
         init_args = {**(entry.get("init_args") or {}), **further}
         path, params = entry["class_path"], entry.get("params")
-        if params is None and path != "optimizer":
+        if params is None:
             params = init_args.pop("params", None)
         if isinstance(params, str):
             params = [params]
         members: list[NamedOptimizer] = []
         if path.rpartition(".")[2] == ChainedOptimizer.__name__:
             members = [
-                cls.of(member, f"{place}.optimizers[{index}]")
+                cls._read(member, f"{place}.optimizers[{index}]")
                 for index, member in enumerate(init_args.pop("optimizers", ()))
             ]
             if not members or init_args:
@@ -96,6 +108,11 @@ class NamedOptimizer:
                     f"{place} is a ChainedOptimizer with {len(members)} optimizers and the "
                     f"arguments {sorted(init_args)}. Set init_args.optimizers to a list of "
                     "{class_path, params, init_args}, and nothing else."
+                )
+            if params is not None:
+                raise ConfigError(
+                    f"{place} is a ChainedOptimizer with params={list(params)}. Set params of its "
+                    "optimizers; train_only of the module freezes all other parameters."
                 )
         return cls(class_path=path, init_args=init_args, params=params, members=members)
 

@@ -203,6 +203,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
             {"class_path": "Muon", "params": ["**.linear_qk.weight"]}, "SGD"]}},
         r"'\*\*\.linear_qk\.weight', which matches no trained.*did you mean",
     ),
+    "params alone": (
+        {"optimizer": {"class_path": "SGD", "params": ["**.bias"]}},
+        r"SGD has params=\['\*\*\.bias'\].*this optimizer is alone\. Set train_only",
+    ),
+    "params as an argument": (
+        {"optimizer": {"class_path": "AdamW", "init_args": {"params": "**"}}}, "Set train_only",
+    ),
+    "params of a chain": (
+        {"optimizer": {**CHAIN, "params": ["**"]}}, "Set params of its optimizers; train_only",
+    ),
     "left over": (
         {"optimizer": {"class_path": "ChainedOptimizer", "optimizers": ["Muon"]}},
         "no optimizer of the chain steps 7 parameters",
