@@ -279,8 +279,8 @@ def _put(adapters: Adapters, name: str, values: Tensor) -> None:
 
 def _put_saved(model: nn.Module, saved: Mapping[str, Tensor], path: str) -> None:
     for name, values in saved.items():
-        path, _, last = name.rpartition(".")
-        parameter: Tensor = getattr(model.get_submodule(path), last)
+        owner, _, last = name.rpartition(".")
+        parameter: Tensor = getattr(model.get_submodule(owner), last)
         if parameter.is_meta:
             raise ConfigError(
                 f"{path} has values of {name} (modules_to_save), and the model has none yet (it is "

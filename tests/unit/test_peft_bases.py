@@ -5,6 +5,7 @@ layers without tensors, and modules trained in full.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,8 @@ def test_a_tied_base_with_a_head_of_its_own_takes_copies_that_differ(tmp_path: P
         later: Any = bridge.to_model()
     assert later.lm_head.weight.is_meta and later.lm_head.weight.requires_grad
     assert later.lm_head.weight is not later.model.embed_tokens.weight
+    with pytest.raises(ConfigError, match=re.escape(f"{folder} has values of lm_head.weight")):
+        load_adapters(later, folder)
     with pytest.raises(ConfigError, match="config_overrides has 'tie_embeddings'"):
         AutoBridge.from_hf_pretrained(base, config_overrides={"tie_embeddings": False})
 
