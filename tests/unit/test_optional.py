@@ -126,12 +126,13 @@ def test_a_missing_package_is_one_line_with_its_extra(
     assert "\n" not in text and re.search(rf"'megatron_lightning\[({extra}|finetune)\]'`", text)
 
 
-def test_a_compressed_file_names_its_package(tmp_path: Path) -> None:
+def test_a_compressed_file_names_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("fsspec")
     path = tmp_path / "text.jsonl.zst"
     path.write_bytes(b"")
-    try:
-        with opened(str(path)):
-            pass
-    except ConfigError as error:
-        assert "'megatron_lightning[data]'`" in str(error)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    text = r"package zstandard, which is not installed.*'megatron_lightning\[data\]'`"
+    with pytest.raises(ConfigError, match=text), opened(str(path)):
+        pass
