@@ -519,7 +519,19 @@ def hide_sync_advice() -> Callable[[], None]:
     """Hide Lightning's advice to log with ``sync_dist=True``, given whenever process groups exist.
     Return the undo.
     """
-    warnings.filterwarnings("ignore", r"It is recommended to use `self\.log", PossibleUserWarning)
+    return _hide(r"It is recommended to use `self\.log", PossibleUserWarning)
+
+
+def hide_repeated_data() -> Callable[[], None]:
+    """Hide Lightning's warning of data that come again after a resume, for data that continue.
+    Return the undo.
+    """
+    # Lightning looks for state_dict on loaders, not on samplers.
+    return _hide("You're resuming from a checkpoint that ended before the epoch ended", Warning)
+
+
+def _hide(message: str, category: type[Warning]) -> Callable[[], None]:
+    warnings.filterwarnings("ignore", message, category)
     hidden = warnings.filters[0]
 
     def undo() -> None:

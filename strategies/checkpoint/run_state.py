@@ -7,8 +7,8 @@ states of data loaders, the state is the same on every rank.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -45,6 +45,7 @@ from megatron_lightning.strategies.lightning_internals import (
     begin_epoch,
     end_epoch,
     enter_pass,
+    hide_repeated_data,
     is_validation_due,
     load_loader_states,
     restart_fetching,
@@ -215,26 +216,23 @@ class RunState:
         if self._other_states:
             set_host_states(self._other_states["host"])
 
-    def restore_position(self, trainer: pl.Trainer) -> None:
+    def restore_position(self, trainer: pl.Trainer, undo: ExitStack) -> None:
         """Continue the pass over the data from the checkpoint's position. Called when training
-        starts.
+        starts. Lightning's warning of data that come again is hidden until ``undo`` is closed.
         """
         if self._resumed is not None:
-            self._restore_data(trainer, self._resumed)
+            self._restore_data(trainer, self._resumed, undo)
             self.restore_random_state()
             self._restore_validation(trainer, self._resumed)
             self._resumed = None
         self.points.begin(trainer)
 
-    def _restore_data(self, trainer: pl.Trainer, loops: Loops) -> None:
+    def _restore_data(self, trainer: pl.Trainer, loops: Loops, undo: ExitStack) -> None:
         place = place_of(loops)
         load_loader_states(trainer)
         samplers = training_samplers(trainer)
-        # Lightning looks for state_dict on loaders.
         if len(samplers) == len(training_loaders(trainer)):
-            warnings.filterwarnings(
-                "ignore", "You're resuming from a checkpoint that ended before the epoch ended"
-            )
+            undo.callback(hide_repeated_data())
         if place is not Place.IN_EPOCH and loops["state_dict"].get("combined_loader"):
             enter_pass(trainer)
         if place is Place.IN_EPOCH:

@@ -127,7 +127,7 @@ class StepHooks(RankHooks):
             self.context.dp.size,
             is_sized_by_launcher=self.is_sized_by_launcher,
         )
-        self._running.checkpoints.state.restore_position(self.module.trainer)
+        self._running.checkpoints.state.restore_position(self.module.trainer, self._running.undo)
         self._running.steps.begin_training()
         self._running.training.store_parameters()
 

@@ -452,6 +452,8 @@ def test_data_that_comes_again_is_warned_of(saved_by: str, tmp_path: Path) -> No
         rest = trainer(MegatronStrategy(), max_steps=3)
         warnings.simplefilter("always")
         rest.fit(ToyModule(), ToyData(num_samples=32), ckpt_path=path)
+        # The next fit of the process hears what it has to.
+        assert not any("resuming" in str(hidden[1]) for hidden in warnings.filters)
     assert any("You're resuming" in str(warning.message) for warning in caught) == (
         saved_by == "plain"
     )
