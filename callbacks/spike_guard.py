@@ -18,7 +18,6 @@ from megatron_lightning.checkpoint.format.storage import completed_file
 from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import ConfigError, SpikeError
 from megatron_lightning.strategies.megatron import MegatronStrategy
-from megatron_lightning.strategies.step.rerun import RerunResult
 
 Action = Literal["warn", "skip", "stop"]
 RECORD = "spikes.json"
@@ -202,14 +201,15 @@ class SpikeGuard(pl.Callback):
             log_values(trainer, {"spikes": self.spikes}, "")
         what = f"step {trainer.global_step}: {' and '.join(spikes)}"
         if self.rerun and isinstance(trainer.strategy, MegatronStrategy):
-            return self._respond_to_rerun(trainer, what, trainer.strategy.rerun_step())
+            return self._respond_to_rerun(trainer, trainer.strategy, what)
         return self._respond(trainer, what)
 
-    def _respond_to_rerun(self, trainer: pl.Trainer, what: str, result: RerunResult) -> bool:
+    def _respond_to_rerun(self, trainer: pl.Trainer, strategy: MegatronStrategy, what: str) -> bool:
+        result = strategy.rerun_step()
         if self.action != "stop":
             return self._respond(trainer, f"{what}; {result}")
         if result.reproducible:
-            samples = self._record(trainer)
+            samples = self._record(trainer, strategy)
             what = f"{what}. The next start passes over the samples {samples[0]} to {samples[1]}"
         result.end_run(f"SpikeGuard: {what}")
 
@@ -242,17 +242,20 @@ class SpikeGuard(pl.Callback):
                 )
             rank_zero_warn(f"SpikeGuard: {what}. The step is skipped.")
             return False
-        samples = self._record(trainer)
+        if not isinstance(trainer.strategy, MegatronStrategy):
+            raise SpikeError(
+                f"SpikeGuard: {what}. A {type(trainer.strategy).__name__} counts no samples, so "
+                "that the next start passes over none. Name the samples to pass over in "
+                "skip_samples of the data module, or set strategy to megatron."
+            )
+        samples = self._record(trainer, trainer.strategy)
         raise SpikeError(
             f"SpikeGuard: {what}. Start the same command again: a start that resumes passes over "
             f"the samples {samples[0]} to {samples[1]}, up to the spike."
         )
 
-    def _record(self, trainer: pl.Trainer) -> list[int]:
+    def _record(self, trainer: pl.Trainer, strategy: MegatronStrategy) -> list[int]:
         """Record the samples to pass over at the next start. Return these samples."""
-        strategy = trainer.strategy
-        if not isinstance(strategy, MegatronStrategy):
-            return [0, 0]
         begin = list(self._steps)[-self.skip_steps :]
         samples = [begin[0] if begin else 0, strategy.consumed_samples]
         if trainer.is_global_zero:

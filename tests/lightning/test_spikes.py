@@ -141,6 +141,14 @@ def test_the_start_after_a_stop_passes_over_the_spike(layout: Layout, tmp_path: 
     assert resumed[0]["consumed"] == 64 and resumed[0]["steps"] == 6
 
 
+def test_a_stop_without_counted_samples_promises_none(tmp_path: Path) -> None:
+    guard = SpikeGuard(action="stop")
+    alone = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False)
+    with pytest.raises(SpikeError, match=r"A SingleDeviceStrategy counts no samples.*skip_samples"):
+        guard.allows_update(alone, float("nan"), 1.0)
+    assert not (tmp_path / "spikes.json").exists()
+
+
 def test_a_level_that_has_changed_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"min_steps is 1 and window is 128\."):
         SpikeGuard(min_steps=1)
