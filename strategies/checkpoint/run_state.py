@@ -141,8 +141,10 @@ class RunState:
             "loaders": {replica: loader for replica, _, loader, _ in data if loader},
             "layer_streams": {k: v for rank in ranks for k, v in rank["layers"].items()},
         }
-        loops = {**checkpoint.get("loops", {}), "fit_loop": point.loops}
-        return {**checkpoint, "epoch": point.epoch, "loops": loops, OWN: state}
+        if "loops" in checkpoint:  # a hook may have removed them
+            loops = {**checkpoint["loops"], "fit_loop": point.loops}
+            checkpoint = {**checkpoint, "epoch": point.epoch, "loops": loops}
+        return {**checkpoint, OWN: state}
 
     def read_from(self, checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
         """Remove our entry from a checkpoint, and resume from the entry if this run trains.
@@ -160,7 +162,7 @@ class RunState:
         self._progress.consumed_samples = state["consumed_samples"]
         self._progress.skipped_steps = state.get("skipped_steps", 0)
         self.step_size = state.get("step_size")
-        loops = checkpoint["loops"]["fit_loop"]
+        loops = checkpoint.get("loops", {}).get("fit_loop", {})  # absent: the user counts anew
         self._positions = state["samplers"]
         if state["loaders"]:
             saved = list(state["loaders"].values())
@@ -173,7 +175,7 @@ class RunState:
                     "dataset, whose position is valid for any number."
                 )
             # States that are equal on all ranks are of the data, not of a rank.
-            loops["state_dict"]["combined_loader"] = (
+            loops.setdefault("state_dict", {})["combined_loader"] = (
                 saved[0] if is_shared else state["loaders"][context.dp.rank]
             )
         states = state["random_states"]
@@ -182,22 +184,22 @@ class RunState:
             state.get("hooks_random_state") or states.get(0),
         )
         self._other_states = state.get("other_random_states", {}).get(context.dp.rank, {})
-        self._resume(module.trainer, checkpoint)
+        self._resumed = loops
+        if "epoch_progress" in loops:
+            self._resume(module.trainer, loops, checkpoint)
         # Under another layout the places mean other layers: the streams begin anew from the seed.
         if state["layout"] == asdict(context.layout):
             for place in (_place_in_replica(context), _place_among_experts(context)):
                 context.rng.load_state_dict(state["layer_streams"].get(place, {}))
 
-    def _resume(self, trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
+    def _resume(self, trainer: pl.Trainer, loops: Loops, checkpoint: Mapping[str, Any]) -> None:
         """Bring the loops of a checkpoint into a form that Lightning resumes exactly."""
-        loops = checkpoint["loops"]["fit_loop"]
         self.points.loaded = {
             "loops": tree_map(copy_leaf, dict(loops)),
             "epoch": checkpoint["epoch"],
             "samplers": self._positions,
         }
         settle(loops)
-        self._resumed = loops
         steps, max_steps = checkpoint["global_step"], trainer.max_steps
         if awaits_validation(loops) and 0 <= max_steps <= steps:
             # Lightning leaves a fit without steps at once, and so without the validation.

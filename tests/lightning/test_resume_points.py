@@ -307,6 +307,21 @@ def test_a_save_inside_of_an_accumulation_resumes_at_the_last_update(tmp_path: P
         _assert_rest(settings, fitted, module, begin)
 
 
+class _WithoutLoops(pl.Callback):
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["loops"]
+
+
+def test_a_checkpoint_without_loops_counts_steps_anew(tmp_path: Path) -> None:
+    """Weights, optimizer and position in the data go on."""
+    first, _ = _fit(Fit("stateful", max_steps=3), tmp_path, _Events(), _WithoutLoops())
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    fitted, module = _fit(
+        Fit("stateful", max_steps=2), tmp_path, _Events(), path=f"{tmp_path}/a.ckpt"
+    )
+    assert fitted.global_step == 2 and len(module.trace) == 4
+
+
 class _LoopStates(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         assert loop_state(trainer.fit_loop) == trainer.fit_loop.state_dict()
