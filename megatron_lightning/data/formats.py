@@ -8,7 +8,7 @@ import codecs
 import gzip
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, Literal, NamedTuple
 
@@ -26,7 +26,7 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
 )
 ROW_SUFFIXES = tuple(suffix for suffix, _ in _KINDS)
 """Suffixes of files with rows. A suffix of a compression may follow that of lines and CSV."""
-_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_COMPRESSIONS: Mapping[str, str] = {".gz": "gzip", ".zst": "zstd"}
 
 
 class FileFormat(NamedTuple):

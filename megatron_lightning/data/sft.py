@@ -164,7 +164,8 @@ class Encoder:
                 document = self._cut(full_document)
                 if document is not None:
                     yield document._replace(row=number)
-        if self._broken and self._options.bad_rows == "refuse":
+        none_is_good = self.counts[BROKEN] == self.counts["rows"]  # another kind of file
+        if self._broken and (none_is_good or self._options.bad_rows == "refuse"):
             raise self._broken_rows()
 
     def _readable(self, row: Row) -> list[Rendered | Tokens]:

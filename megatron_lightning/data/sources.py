@@ -109,14 +109,15 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
 def _read_json(path: str) -> Iterator[Row]:
     """A line of JSON is a row. A file beginning with ``[`` is a list of rows."""
     with _opened(path) as file:
+        is_first = True
         for number, raw in enumerate(file, 1):
             line = without_bom(raw) if number == 1 else raw
             if not line.strip():
                 continue
-            record = Record(path, number, line, is_json=True)
-            if number == 1 and line.lstrip().startswith(b"["):
-                yield from _read_list(path, Record(path, 1, line + file.read(), is_json=True))
+            if is_first and line.lstrip().startswith(b"["):
+                yield from _read_list(path, Record(path, number, line + file.read(), is_json=True))
                 return
+            is_first, record = False, Record(path, number, line, is_json=True)
             try:
                 yield Row(record.where, record.fields())
             except DataError as error:  # later lines may be readable
@@ -125,12 +126,13 @@ def _read_json(path: str) -> Iterator[Row]:
 
 def _read_list(path: str, record: Record) -> Iterator[Row]:
     for index, fields in enumerate(record.parsed()):
-        if not isinstance(fields, dict):
-            raise DataError(
-                f"{path}: entry {index} of the list is a {type(fields).__name__}. Every entry must "
-                "be one JSON object."
-            )
-        yield Row(f"{path}[{index}]", fields)
+        where = f"{path}[{index}]"
+        if isinstance(fields, dict):
+            yield Row(where, fields)
+            continue
+        kind = type(fields).__name__
+        message = f"{where}: found a {kind}. Every entry of the list must be one JSON object."
+        yield Row(where, {}, DataError(message))
 
 
 def _read_csv(path: str) -> Iterator[Row]:
@@ -138,13 +140,13 @@ def _read_csv(path: str) -> Iterator[Row]:
         reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
         try:
             for fields in reader:
-                where = f"{path}:{reader.line_num}"
+                where, broken = f"{path}:{reader.line_num}", None
                 if None in fields or None in fields.values():
-                    raise DataError(
+                    broken = DataError(
                         f"{where}: the line has another number of columns than the header's "
                         f"{len(reader.fieldnames or ())}. Quote commas and line breaks."
                     )
-                yield Row(where, fields)
+                yield Row(where, fields, broken)
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(f"{path}:{reader.line_num}: {error}. Write it as UTF-8.") from error
 

@@ -281,6 +281,12 @@ def test_one_file_knows_what_lightning_keeps_to_itself() -> None:
     assert not found, f"give these public names in {INTERNALS}:\n" + "\n".join(found)
 
 
+def test_no_checkpoint_of_a_run_is_kept() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    kept = [name for name in listed.stdout.splitlines() if ".ckpt" in name]
+    assert all(name.startswith("tests/oracles/") for name in kept), kept
+
+
 def test_no_string_hides_an_import_upward() -> None:
     found: dict[str, list[str]] = {}
     for path, tree in _sources():

@@ -492,8 +492,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no such file"):
         list(read_rows(str(tmp_path / "none.jsonl")))
     (tmp_path / "bad.csv").write_text("a,b\n1\n")
-    with pytest.raises(DataError, match=r"bad.csv:2: the line has another number of columns"):
-        list(read_rows(str(tmp_path / "bad.csv")))
+    [narrow] = read_rows(str(tmp_path / "bad.csv"))
+    assert "bad.csv:2: the line has another number of columns" in str(narrow.error)
     (tmp_path / "notes.md").write_text("x")
     with pytest.raises(DataError, match="the suffix says no format"):
         list(read_rows(str(tmp_path / "notes.md")))

@@ -148,6 +148,18 @@ def test_all_broken_rows_are_in_one_error(tmp_path: Path) -> None:
     assert _encoder().identity != encoder.identity
 
 
+def test_broken_entries_of_lists_and_tables_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('\n[{"text": "a"}, 3, {"text": "b"}]')
+    (tmp_path / "b.csv").write_text("text,n\na,1\nb\nc,2\n")
+    for name in ("a.json", "b.csv"):
+        encoder = _encoder(bad_rows="skip")
+        assert len(list(encoder.documents(read_rows(str(tmp_path / name))))) == 2
+        assert encoder.counts["rows left out as broken"] == 1
+    (tmp_path / "c.jsonl").write_text('{\n "text": "a"\n}\n')
+    with pytest.raises(DataError, match="3 of 3 rows cannot be used"):
+        list(_encoder(bad_rows="skip").documents(read_rows(str(tmp_path / "c.jsonl"))))
+
+
 def test_a_conversation_that_begins_with_an_answer_says_so(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     write_rows(path, [{"messages": _chat("Yes")[1:]}])
