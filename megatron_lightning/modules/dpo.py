@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -266,10 +267,11 @@ class DPOModule(ObjectiveModule):
         checkpoints have the adapters to begin with.
         """
         super().on_load_checkpoint(checkpoint)
-        # Checkpoints of earlier versions were trained against the model without adapters.
-        is_earlier = "label_smoothing" in checkpoint.get("hyper_parameters", {})
+        # Runs of earlier versions kept no first values: "adapters" meant the model without them.
+        is_earlier = _saved_reference(checkpoint.get("hyper_parameters", {})) == "adapters"
         earlier: dict[str, Tensor] | None = {} if is_earlier else None
         self._loaded = checkpoint.get(ENTRY, earlier)
+        self._first = None  # of the values before, such as a validation's
 
     def on_after_backward(self) -> None:
         """Compute all rows with adapters again, before callbacks write or score texts."""
@@ -342,7 +344,7 @@ def _reference(
     # Scores made before training are always right. Switching adapters off costs no memory, but
     # needs a base that stays as it is.
     if reference is None:
-        reference = "scores" if peft is None or peft.modules_to_save else "adapters"
+        reference = _default_reference(None if peft is None else asdict(peft))
     if reference in ("adapters", "base") and peft is None:
         raise ConfigError(
             f'reference is "{reference}", and the model has no adapters, so that it would be '
@@ -355,6 +357,23 @@ def _reference(
             'adapters changes as well. Set reference to "scores" or "model".'
         )
     return reference
+
+
+def _default_reference(peft: Mapping[str, Any] | None) -> Reference:
+    """Return the reference of a model with or without adapters, by the options of these."""
+    return "scores" if peft is None or peft["modules_to_save"] else "adapters"
+
+
+def _saved_reference(settings: Mapping[str, Any]) -> Reference | None:
+    """Return the reference of the run with these hyper-parameters. None: the run had none, or
+    trained by no preferences.
+    """
+    if "reference_model" not in settings:  # only this class has it
+        return None
+    if not PreferenceLoss(name=settings["loss"]).needs_reference:
+        return None
+    saved: Reference | None = settings["reference"]
+    return saved or _default_reference(settings["model"]["init_args"].get("peft"))
 
 
 def _without_adapters(template: Template) -> Template:

@@ -75,12 +75,15 @@ class FirstAdapters:
 
     def hand_out(self) -> None:
         """Give the layers their first values, for the first half of the rows inside of
-        :func:`adapters_for_second_half`.
+        :func:`adapters_for_second_half`. Replaces values given before.
 
         Raises:
             ConfigError: If FSDP2 shards the adapters.
         """
-        for path, adapters in adapted_layers(self._module).items() if self.values else ():
+        for path, adapters in adapted_layers(self._module).items():
+            adapters.first = {}
+            if not self.values:
+                continue
             if any(isinstance(parameter, DTensor) for parameter in adapters.parameters()):
                 raise ConfigError(
                     'the reference is "adapters" that the training began with, on several pipeline '

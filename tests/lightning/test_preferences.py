@@ -28,6 +28,7 @@ from megatron_lightning.modules import (
     HuggingFaceModule,
     PreferenceDataModule,
 )
+from megatron_lightning.modules.first_adapters import ENTRY, FirstAdapters
 from megatron_lightning.peft import LoRA
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.adapted import CONFIG
@@ -180,6 +181,61 @@ def test_a_module_is_loaded_from_its_checkpoint(tmp_path: Path) -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters(), strict=True)
     )
+
+
+def _fit_by_preferences(folder: str, loss: Any, steps: int, start: str | None) -> dict[str, Any]:
+    """Validate fresh adapters, train from a checkpoint, and return the checkpoint written."""
+    module = DPOModule(GPTLightningModule(SMALL, peft=LoRA(), learning_rate=0.1), loss=loss)
+    data = _data(folder, val_fraction=0.5)
+    fit = trainer(max_steps=steps)
+    fit.validate(module, datamodule=data, verbose=False)
+    fit.fit(module, datamodule=data, ckpt_path=start)
+    fit.save_checkpoint(f"{folder}/{steps}.ckpt")
+    return dict(torch.load(f"{folder}/{steps}.ckpt", weights_only=True))
+
+
+def test_the_first_adapters_are_the_checkpoints_also_after_a_validation(tmp_path: Path) -> None:
+    folder = _prepare(tmp_path)
+    begun = _fit_by_preferences(folder, "orpo", 1, None)
+    adapters = {k: v for k, v in begun["state_dict"].items() if ".adapters." in k}
+    assert ENTRY not in begun and all(v.any() for v in adapters.values())
+    for steps in (2, 3):  # the first begins from other training, the second resumes
+        own = _fit_by_preferences(folder, "sigmoid", steps, f"{folder}/{steps - 1}.ckpt")
+        assert own[ENTRY].keys() == adapters.keys()
+        assert all(torch.equal(own[ENTRY][name], adapters[name]) for name in adapters)
+        assert not any(torch.equal(own["state_dict"][name], adapters[name]) for name in adapters)
+
+
+def test_the_reference_of_a_checkpoint_without_first_adapters() -> None:
+    """Before first values were saved, "adapters" meant the model without adapters."""
+    full, adapted = (GPTLightningModule(SMALL, peft=peft) for peft in (None, LoRA()))
+    saved = GPTLightningModule(SMALL, peft=LoRA(modules_to_save=["output_layer"]))
+    module = DPOModule(adapted)
+    for options, expected in (
+        ({"model": adapted}, {}),
+        ({"model": adapted, "reference": "adapters", "loss": "ipo"}, {}),
+        ({"model": adapted, "reference": "base"}, None),
+        ({"model": adapted, "reference": "scores"}, None),
+        ({"model": adapted, "reference": "model"}, None),
+        ({"model": adapted, "loss": "orpo"}, None),
+        ({"model": adapted, "loss": "simpo"}, None),
+        ({"model": saved}, None),
+        ({"model": full}, None),
+    ):
+        module.on_load_checkpoint({"hyper_parameters": dict(DPOModule(**options).hparams)})
+        assert module._loaded == expected, options
+    for settings in (dict(adapted.hparams), {"label_smoothing": 0.1, "loss": "mine"}):
+        module.on_load_checkpoint({"hyper_parameters": settings})
+        assert module._loaded is None
+
+
+def test_layers_forget_the_first_values_of_another_start() -> None:
+    module = GPTLightningModule(SMALL, peft=LoRA())
+    module.configure_model()
+    values = {k: v for k, v in module.state_dict().items() if ".adapters." in k}
+    for first in (values, {}):
+        FirstAdapters(module, None, first).hand_out()
+        assert all(bool(x.first) == bool(first) for x in adapted_layers(module).values())
 
 
 def test_wrong_references_are_refused() -> None:
