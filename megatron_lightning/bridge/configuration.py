@@ -72,6 +72,34 @@ def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
     return config
 
 
+def check_overrides(config: Any, overrides: Mapping[str, Any], checkpoint: str) -> None:
+    """Check that the configuration kept in a checkpoint has these values already.
+
+    Raises:
+        ConfigError: If a value is another one, or the configuration has no such entry.
+    """
+    wanted = with_overrides(config, overrides)
+    for key in overrides:
+        value, kept = getattr(wanted, key), getattr(config, key)
+        if not _says(kept, value):
+            raise ConfigError(
+                f"config_overrides sets {key} to {value!r}, and the run resumes from {checkpoint}, "
+                f"whose model has {kept!r}: a resumed model keeps its configuration. Set {key} to "
+                f"{kept!r}, or leave it out. To train with {value!r}, export the checkpoint as a "
+                "folder, and begin from the folder: megatron-lightning convert export."
+            )
+
+
+def _says(kept: Any, value: Any) -> bool:
+    """Return whether a kept value is this one. ``transformers`` adds entries to nested values."""
+    kept = kept.to_dict() if hasattr(kept, "to_dict") else kept
+    if isinstance(kept, Mapping) and isinstance(value, Mapping):
+        return all(key in kept and _says(kept[key], entry) for key, entry in value.items())
+    if isinstance(kept, (list, tuple)) and isinstance(value, (list, tuple)):
+        return list(kept) == list(value)
+    return bool(kept == value)
+
+
 def with_vocabulary_size(config: Any, size: int) -> Any:
     """Return a copy of a configuration of ``transformers`` with another size of the vocabulary."""
     config = copy.deepcopy(config)

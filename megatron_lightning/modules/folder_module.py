@@ -10,6 +10,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from megatron_lightning.bridge.auto import AutoBridge
+from megatron_lightning.bridge.configuration import check_overrides
 from megatron_lightning.bridge.give_back import save_model
 from megatron_lightning.bridge.kept import read_kept, recall
 from megatron_lightning.bridge.new_rows import fill_new_rows, rows_for, with_vocabulary
@@ -69,15 +70,21 @@ class FolderModule(LanguageModule):
             AutoBridge.prepare(self._source["path"], revision=self._source["revision"])
 
     def _bridge(self) -> AutoBridge:
-        """Return the bridge of the folder, or of the checkpoint loaded by the run."""
+        """Return the bridge of the folder, or of the checkpoint loaded by the run.
+
+        Raises:
+            ConfigError: If the checkpoint's model has other values of ``config_overrides``.
+        """
         source = dict(self._source or {})
         if self._checkpoint:
             del source["path"], source["revision"]
             # Lightning loads the weights next. With strict=False a part may keep the folder's
             # values.
             reads = not self.strict_loading
-            source.pop("config_overrides", None)  # the checkpoint's configuration has them
-            return AutoBridge.from_checkpoint(self._checkpoint, reads=reads, **source)
+            overrides = source.pop("config_overrides", None) or {}
+            bridge = AutoBridge.from_checkpoint(self._checkpoint, reads=reads, **source)
+            check_overrides(bridge.config, overrides, self._checkpoint)
+            return bridge
         bridge = AutoBridge.from_hf_pretrained(**source)
         num_ids = max(self.new_tokens.values(), default=-1) + 1
         if num_ids > bridge.config.get_text_config().vocab_size:

@@ -131,6 +131,39 @@ def test_what_cannot_work_is_refused_before_processes_start(folder: str, tmp_pat
         fit(folder, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=4)
 
 
+def test_a_resume_with_another_configuration_is_refused(folder: str, tmp_path: Path) -> None:
+    saved = {
+        "attention_dropout": 0.25,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e3},
+    }
+    module = HuggingFaceModule(folder, config_overrides=saved)
+    run = trainer("auto", max_steps=1)
+    run.fit(module, _rows(1))
+    run.save_checkpoint(path := str(tmp_path / "a.ckpt"))
+
+    def resumed(**overrides: Any) -> Any:
+        module = HuggingFaceModule("gone", config_overrides=overrides)
+        module.loads_from = path  # as MegatronStrategy sets it
+        return module._bridge().config
+
+    for same in ({}, saved, {"attention_dropout": 0.25}):
+        config = resumed(**same)
+        assert config.attention_dropout == 0.25 and config.rope_parameters["rope_theta"] == 5e3
+    for other, message in (
+        (
+            {**saved, "attention_dropout": 0.5},
+            r"attention_dropout to 0\.5, and .* has 0\.25: .* Set",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4}},
+            r"rope_parameters to .*10000\.0.* has .*5000\.0",
+        ),
+        ({"attention_dropuot": 0.5}, "has no such entry"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resumed(**other)
+
+
 def test_documents_of_a_row_are_as_if_alone(folder: str) -> None:
     module = HuggingFaceModule(folder)
     tokens = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(0))
