@@ -83,7 +83,7 @@ def check_trainable(own: SavedAdapters, model: nn.Module, source: str) -> None:
     check_tied(own, model, source)
     layers = dict(model.named_modules())
     outputs = output_layers(model)
-    heads = [path for path in own.layers if id(layers.get(path)) in outputs]
+    heads = [path for path in own.layers if path in layers and id(layers[path]) in outputs]
     if heads:
         raise CheckpointError(
             f"{source} has adapters of {heads[0]}, an output layer, which are not attached here, "

@@ -263,10 +263,19 @@ def _one_norm() -> tuple[Any, dict[str, Tensor], LoRA]:
     return model, {"input_ids": IDS}, lora
 
 
+def _experts() -> tuple[Any, dict[str, Tensor], LoRA]:
+    config = transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
+    )
+    lora = LoRA(target_modules=["q_proj"], target_parameters=["experts.down_proj"])
+    return transformers.Qwen3MoeForCausalLM(config), {"input_ids": IDS}, lora
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("make", "modules", "task"),
     [
+        (_experts, None, "CAUSAL_LM"),
         (_llava, ["multi_modal_projector"], "CAUSAL_LM"),
         (_roberta, ["classifier"], "SEQ_CLS"),
         (_one_norm, ["1.input_layernorm"], "CAUSAL_LM"),
@@ -275,7 +284,7 @@ def _one_norm() -> tuple[Any, dict[str, Tensor], LoRA]:
 def test_a_module_trained_in_full_has_no_adapters_inside(
     tmp_path: Path,
     make: Callable[[], tuple[Any, dict[str, Tensor], LoRA]],
-    modules: list[str],
+    modules: list[str] | None,
     task: str,
 ) -> None:
     torch.manual_seed(0)
