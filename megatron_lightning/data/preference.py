@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from megatron_lightning.data.chat import Chat, Text
 from megatron_lightning.data.chat_template import ChatOptions
 from megatron_lightning.data.chat_view import Rendered
+from megatron_lightning.data.cut_rows import FULL, FullRow
 from megatron_lightning.data.files import atomic_write
 from megatron_lightning.data.packing import Numbers
 from megatron_lightning.data.preference_rows import SIDES, parse_pair
@@ -140,7 +141,9 @@ class PairDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, row: int | tuple[int, ...]) -> dict[str, Tensor]:
         """Return a sample, by the number or by a tuple with the number."""
         pair: Pair = self._sources[row if isinstance(row, int) else row[0]]
-        sample = {"pair": torch.tensor(pair.number)}
+        sample: dict[str, Any] = {"pair": torch.tensor(pair.number)}
+        if isinstance(row, FullRow):
+            sample[FULL] = True
         for name, document in zip(SIDES, (pair.chosen, pair.rejected), strict=True):
             ids, trained = document.ids, document.trained
             tokens = np.full(self._length, self._padding, np.int64)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from megatron_lightning.data.blend import blend_index, normalized
+from megatron_lightning.data.cut_rows import FULL, FullRow
 from megatron_lightning.data.packing import Numbers, Rows, pack, pack_in_windows
 from megatron_lightning.data.sft import Document
 
@@ -160,7 +161,8 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         arrays = {"tokens": tokens, "labels": labels, "padding": padding}
         if self._packed:
             arrays |= {"document_ids": document_ids, "position_ids": position_ids}
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        sample: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return sample | ({FULL: True} if isinstance(row, FullRow) else {})
 
 
 class RowOrder(Sampler[tuple[int, ...]]):
@@ -177,6 +179,7 @@ class RowOrder(Sampler[tuple[int, ...]]):
         window: Documents packed together, with ``online``.
         balanced: Rows of a step on all ranks. The rows of a step are ordered by the cost of
             attention. Ranks take every n-th row, and so get similar costs. 0: rows keep the order.
+        num_full: First rows of a run whose batches keep the full length.
     """
 
     def __init__(
@@ -188,8 +191,10 @@ class RowOrder(Sampler[tuple[int, ...]]):
         seed: int,
         window: int,
         balanced: int = 0,
+        num_full: int = 0,
     ) -> None:
         self._sources = sources
+        self._num_full = num_full
         self._length = sequence_length
         self._packing = packing
         self._seed = seed
@@ -226,9 +231,13 @@ class RowOrder(Sampler[tuple[int, ...]]):
         return self._num_rows
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
+        num_full = 0 if self.generator.initial_seed() else self._num_full
         rows = self._epoch_rows()
-        if not self._balanced:
-            return rows
+        if self._balanced:
+            rows = self._dealt_rows(rows)
+        return (FullRow(row) if i < num_full else row for i, row in enumerate(rows))
+
+    def _dealt_rows(self, rows: Iterator[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
         squares = self._sources.lengths**2
         steps = iter(lambda: list(islice(rows, self._balanced)), [])
         return (row for step in steps for row in _dealt(step, squares))

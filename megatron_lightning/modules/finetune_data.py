@@ -17,6 +17,7 @@ from megatron_lightning.data.answer_ends import answer_ends
 from megatron_lightning.data.chat_template import ChatOptions, ChatTemplate, TrainOn
 from megatron_lightning.data.chat_tokenizer import ChatTokenizer
 from megatron_lightning.data.chat_view import Reasoning
+from megatron_lightning.data.cut_rows import CutRows
 from megatron_lightning.data.document_cache import DocumentCache
 from megatron_lightning.data.packing import Numbers, Rows, efficiency, pack
 from megatron_lightning.data.report import describe_documents
@@ -53,6 +54,7 @@ from megatron_lightning.modules.folder_data import (
     tokenizer_files,
 )
 from megatron_lightning.modules.folder_module import FolderModule
+from megatron_lightning.modules.row_lengths import first_rows, row_multiple
 from megatron_lightning.modules.run_data import Batch, RunDataModule
 from megatron_lightning.modules.taught_texts import hand_over
 
@@ -110,6 +112,10 @@ class FinetuneDataModule(RunDataModule):
         num_workers: Worker processes of each loader on each rank. 0 reads in the training process.
         reading_thread: Whether a thread of the training process reads the next two batches while
             a step waits for its device. Replaces ``num_workers``, and is faster for small samples.
+        pad_to: Rows of documents of their own are cut to the longest row of a batch, up to a
+            multiple of this and of what layout and precision divide. Default: 64, and with
+            ``compile`` the ``sequence_length``, which cuts nothing. The first batch of a run keeps
+            the full length, so that the first step shows the most memory.
         cache_dir: Folder of the tokenized documents. Default: ``~/.cache/megatron_lightning``.
         on_changed_data: Reaction of a resumed run if the order of training rows has changed since
             the checkpoint. ``refuse`` raises an error. ``reorder`` reads on at the same position of
@@ -152,6 +158,7 @@ class FinetuneDataModule(RunDataModule):
         seed: int = 1234,
         num_workers: int = 0,
         reading_thread: bool = False,
+        pad_to: int | None = None,
         cache_dir: str | None = None,
         on_changed_data: OnChangedData = "refuse",
     ) -> None:
@@ -182,6 +189,7 @@ class FinetuneDataModule(RunDataModule):
         self._template = chat_template
         self._template_options = template_options
         self._date = None if date is None else parse_date(date)
+        self.pad_to = pad_to
         self._cache = DocumentCache(cache_dir, split=split, subset=subset)
         self._known: dict[str, Documents] = {}
         self._check()
@@ -195,6 +203,7 @@ class FinetuneDataModule(RunDataModule):
             ("packing_window", self.packing_window, 1),
             ("balance_rows", self.balance_rows, 0),
             ("num_workers", self.num_workers, 0),
+            ("pad_to", 1 if self.pad_to is None else self.pad_to, 1),
         ):
             if value < least:
                 raise ConfigError(f"{name}={value}: set it to {least} or more")
@@ -348,8 +357,20 @@ class FinetuneDataModule(RunDataModule):
                 seed=self.seed,
                 window=self.packing_window,
                 balanced=self.balance_rows,
+                num_full=first_rows(self.trainer, self.batch_size) if self._cuts else 0,
             )
             rank_zero_info(self.describe())
+
+    @property
+    def _cuts(self) -> CutRows | None:
+        """Collates batches cut to their longest rows. None: rows keep their length."""
+        if self.packing != "none":
+            return None
+        module, length = self._run_module(), self.sequence_length
+        multiple = row_multiple(self.trainer, module, length, self.pad_to)
+        names = tuple(self.sequence_dims)
+        flags = tuple(name for name in names if name.endswith("padding"))
+        return None if multiple is None else CutRows(names, flags, multiple)
 
     def describe(self) -> str:
         """Describe in a few lines the outcome of the rows, and how full the rows of a batch are.
@@ -527,7 +548,11 @@ class FinetuneDataModule(RunDataModule):
                 f"to {len(order)} or less."
             )
         return self._loader_of(
-            self.train_dataset(), batch_size=self.batch_size, sampler=order, drop_last=True
+            self.train_dataset(),
+            batch_size=self.batch_size,
+            sampler=order,
+            drop_last=True,
+            collate_fn=self._cuts,
         )
 
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
@@ -537,4 +562,6 @@ class FinetuneDataModule(RunDataModule):
         packed = self.packing != "none"
         rows = pack(self._validate.lengths, self.sequence_length) if packed else None
         dataset = self._dataset(self._validate, rows)
-        return self._loader_of(dataset, batch_size=self.batch_size, shuffle=False)
+        return self._loader_of(
+            dataset, batch_size=self.batch_size, shuffle=False, collate_fn=self._cuts
+        )

@@ -66,6 +66,7 @@ class PreferenceDataModule(FinetuneDataModule):
         num_workers: Worker processes of each loader on each rank.
         reading_thread: Whether a thread of the training process reads the next two batches.
             Replaces ``num_workers``.
+        pad_to: As in :class:`FinetuneDataModule`.
         cache_dir: Folder of the tokenized documents.
         on_changed_data: Reaction of a resumed run if the order of training rows has changed.
 
@@ -102,6 +103,7 @@ class PreferenceDataModule(FinetuneDataModule):
         seed: int = 1234,
         num_workers: int = 0,
         reading_thread: bool = False,
+        pad_to: int | None = None,
         cache_dir: str | None = None,
         on_changed_data: OnChangedData = "refuse",
     ) -> None:
@@ -125,6 +127,7 @@ class PreferenceDataModule(FinetuneDataModule):
             seed=seed,
             num_workers=num_workers,
             reading_thread=reading_thread,
+            pad_to=pad_to,
             cache_dir=cache_dir,
             on_changed_data=on_changed_data,
         )
@@ -207,4 +210,6 @@ class PreferenceDataModule(FinetuneDataModule):
     def predict_dataloader(self) -> DataLoader[Batch]:
         """Return the loader of all pairs, of validation as well, in order."""
         dataset = self._dataset(Sources(self._parts()))
-        return self._loader_of(dataset, batch_size=self.batch_size, shuffle=False)
+        return self._loader_of(
+            dataset, batch_size=self.batch_size, shuffle=False, collate_fn=self._cuts
+        )

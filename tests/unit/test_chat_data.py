@@ -84,7 +84,12 @@ def _module(
     folder: Path, rows: list[Any], tokenizer: Any, length: int = 200, **options: Any
 ) -> FinetuneDataModule:
     path = write_rows(folder / "rows.jsonl", rows)
-    options = {"tokenizer": tokenizer, "cache_dir": str(folder / "cache"), **options}
+    options = {
+        "tokenizer": tokenizer,
+        "pad_to": length,
+        "cache_dir": str(folder / "cache"),
+        **options,
+    }
     return FinetuneDataModule(path, sequence_length=length, batch_size=1, **options)
 
 
