@@ -1,7 +1,8 @@
 """Calls of functions in the text of a model.
 
 Parsed are JSON between ``<tool_call>`` and ``</tool_call>`` (Hermes, Qwen), and JSON that is the
-whole text: an object, several objects or a list (Llama 3, Mistral). All else is text.
+whole text: an object, several objects or a list (Llama 3, Mistral). All else is text, and so is all
+up to the last ``</think>``: the thoughts of a model may speak of calls.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
+_END_OF_THOUGHT = "</think>"
 _TAGGED = re.compile(rf"{_BEGIN}(.*?)(?:{_END}|\Z)", re.DOTALL)
 _BETWEEN = " \t\r\n,;"
 """Characters between calls without tags."""
@@ -35,12 +37,13 @@ def parse_calls(text: str, names: Collection[str]) -> tuple[str, list[ToolCall]]
         text: Text of the model.
         names: Names of the functions.
     """
-    place = text.find(_BEGIN)
+    begin = _end_of_thoughts(text)
+    place = text.find(_BEGIN, begin)
     if place >= 0:
         sources = _TAGGED.findall(text, place)
         beside = text[:place].rstrip() + _TAGGED.sub("", text[place:]).strip()
     else:
-        sources, beside = [text], ""
+        sources, beside = [text[begin:]], text[:begin]
     calls: list[ToolCall] = []
     for source in sources:
         parsed = [_call_of(value, names) for value in _values_of(source)]
@@ -54,14 +57,21 @@ def place_of_calls(text: str) -> int:
     """Return the number of first characters that belong to no call, whatever follows the text,
     without white space before a call.
     """
-    if text.lstrip()[:1] in ("{", "["):
-        return 0
-    place = text.find(_BEGIN)
+    begin = _end_of_thoughts(text)
+    if text[begin:].lstrip()[:1] in ("{", "["):
+        return begin
+    place = text.find(_BEGIN, begin)
     if place < 0:
         lengths = range(min(len(_BEGIN) - 1, len(text)), 0, -1)
         held = next((n for n in lengths if text.endswith(_BEGIN[:n])), 0)
         place = len(text) - held
     return len(text[:place].rstrip())
+
+
+def _end_of_thoughts(text: str) -> int:
+    """Return the number of first characters up to the last end of a thought. 0: there is none."""
+    place = text.rfind(_END_OF_THOUGHT)
+    return 0 if place < 0 else place + len(_END_OF_THOUGHT)
 
 
 def _values_of(source: str) -> list[Any]:

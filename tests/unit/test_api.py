@@ -302,6 +302,14 @@ FUNCTION = {"name": "look", "arguments": '{"at": "é"}'}
         ),
         ('a <tool_call>{"name": "lo', 'a <tool_call>{"name": "lo', None),
         ('{"name": ["look"]}', '{"name": ["look"]}', None),
+        (f"<think>a <tool_call> b</think>{CALL}", "<think>a <tool_call> b</think>", [FUNCTION]),
+        (f"{CALL}? No.</think>\n\nHi", f"{CALL}? No.</think>\n\nHi", None),
+        (
+            'x</think>\n{"name": "look", "parameters": {"at": "é"}}',
+            "x</think>",
+            [FUNCTION],
+        ),
+        (f"{CALL}{OTHER}", f"{CALL}{OTHER}", None),
     ],
 )
 def test_calls_are_parsed_or_stay_text(
