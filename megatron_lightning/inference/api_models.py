@@ -1,7 +1,9 @@
 """Bodies of the OpenAI API as strict models.
 
 Unknown keys without an effect are accepted: null, empty lists, objects and texts, and the values
-of :data:`_NEUTRAL`, as in the ``model_dump()`` of a client. Other unknown keys are refused by name.
+of :data:`_NEUTRAL`, as in the ``model_dump()`` of a client; in messages and other objects inside
+false and 0 as well. In the body itself these may be a mistyped ``temperature=0``, or turn off what
+is on here. Other unknown keys are refused by name.
 """
 
 from __future__ import annotations
@@ -157,6 +159,9 @@ class Message(Strict):
     name: str | None = None
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
 
 
 class Function(Strict):
@@ -202,13 +207,13 @@ def validated(kind: type[_Model], body: Any) -> _Model:
         model = kind.model_validate(body)
     except ValidationError as error:
         raise _error_of(kind, body, error) from error
-    for name, value in _unknown_of(model):
+    for place, value in _unknown_of(model):
         raise ApiError(
             400,
-            f"{name}={shown(value)} {_UNSUPPORTED}"
-            if name in _NEUTRAL
-            else f"there is no parameter {shown(name)}. Leave it out.",
-            name[:200],
+            f"{place}={shown(value)} {_UNSUPPORTED}"
+            if place in _NEUTRAL
+            else f"there is no parameter {shown(place)}. Leave it out.",
+            place[:200],
         )
     return model
 
@@ -220,17 +225,20 @@ def shown(value: Any) -> str:
     return short.repr(value)
 
 
-def _unknown_of(model: Strict) -> Iterator[tuple[str, Any]]:
-    """Yield unknown keys with an effect, of the objects inside as well."""
+def _unknown_of(model: Strict, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield place and value of unknown keys with an effect, of the objects inside as well."""
+    off = (False,) if place else ()  # equals 0
     for name, value in (model.model_extra or {}).items():
-        if name not in _ANY and value not in (*_EMPTY, *_NEUTRAL.get(name, ())):
-            yield name, value
+        if name not in _ANY and value not in (*_EMPTY, *off, *_NEUTRAL.get(name, ())):
+            yield f"{place}{name}", value
     for name in type(model).model_fields:
         value = getattr(model, name)
-        for item in value if isinstance(value, list) else [value]:
+        items = enumerate(value) if isinstance(value, list) else [("", value)]
+        for index, item in items:
             # Templates render all keys of a function.
             if isinstance(item, Strict) and not isinstance(item, Function):
-                yield from _unknown_of(item)
+                inside = f"{name}." if index == "" else f"{name}.{index}."
+                yield from _unknown_of(item, f"{place}{inside}")
 
 
 def _error_of(kind: type[Strict], body: dict[str, Any], error: ValidationError) -> ApiError:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from megatron_lightning.data.chat import ASSISTANT, REASONING
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.api_models import (
     ApiError,
@@ -246,7 +247,7 @@ def _chat_ids(text: str, codec: Codec, longest: int) -> list[int]:
 
 def _message(message: Message, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message for templates, as in training data: without keys of the value null, content
-    as text, and arguments of calls as objects.
+    as text, arguments of calls as objects, and reasoning by its own key.
     """
     content = message.content
     if content is None and message.role not in ("assistant", "tool"):
@@ -256,7 +257,14 @@ def _message(message: Message, given: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(content, list):
         content = "".join(part.text for part in content)
     fields: dict[str, Any] = {"role": message.role, "content": content or ""}
-    for name in ("name", "tool_call_id"):
+    if message.role != ASSISTANT and (key := next(filter(given.get, REASONING), None)):
+        raise ApiError(
+            400,
+            f"a message of the role {shown(message.role)} has {key}, and only an answer of the "
+            "assistant has reasoning. Leave it out.",
+            "messages",
+        )
+    for name in ("name", "tool_call_id", *REASONING):
         if given.get(name) is not None:
             fields[name] = given[name]
     if message.tool_calls:

@@ -19,6 +19,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 import transformers
 
+from megatron_lightning.data.chat import REASONING
 from megatron_lightning.inference import load_engine
 from megatron_lightning.inference.batch import Request
 from megatron_lightning.inference.following import Followed, Reader
@@ -181,7 +182,8 @@ def test_values_without_an_effect_are_taken(app: Any) -> None:
     assert ask(app, best_of=1, **neutral)["choices"]
     answer = {
         "role": "assistant", "content": "y", "refusal": None, "annotations": [], "audio": None,
-        "function_call": None, "tool_calls": None,
+        "function_call": None, "tool_calls": None, "prefix": False, "weight": 0, "note": "",
+        "reasoning": "",
     }  # fmt: skip
     extras = {"tools": None, "tool_choice": None, "functions": None, "echo": False}
     assert ask(app, CHAT, messages=[ASK, answer, ASK], **neutral, **extras)["choices"]
@@ -219,12 +221,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{**ASK, "content": "a " * 50000}]}, "a prompt of more than .* the 192"),
     (TEXT, {"logprobs": 5}, "best token only"),
     (TEXT, {"stream": "yes"}, "stream is 'yes'; it has to be true or false"),
-    (TEXT, {"stream_options": {"other": 1}}, "no parameter 'other'"),
+    (TEXT, {"stream_options": {"other": 1}}, "no parameter 'stream_options.other'"),
+    (CHAT, {"enable_thinking": False}, "no parameter 'enable_thinking'"),
     (TEXT, {"model": ["m"]}, "model is "),
     (CHAT, {"messages": []}, "messages is .*a list of messages"),
     (CHAT, {"messages": [{"role": "user"}]}, "the role 'user' has no content"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages.0.role is missing"),
-    (CHAT, {"messages": [{**ASK, "thinking": "x"}]}, "no parameter 'thinking'"),
+    (CHAT, {"messages": [{**ASK, "thinking": "x"}]}, "the role 'user' has thinking"),
+    (CHAT, {"messages": [ASK, {**ASK, "prefix": True}]}, "no parameter 'messages.1.prefix'"),
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -269,6 +273,11 @@ def test_variables_and_tools_are_rendered(app: Any, monkeypatch: pytest.MonkeyPa
     )
     ask(app, CHAT, tools=[TOOL], tool_choice="none")
     assert seen[-1] == "user:hi\nassistant:"
+    thought = "{% for m in messages %}{{ m.KEY }}{{ m.content }}{% endfor %}"
+    for key in REASONING:
+        monkeypatch.setattr(codec.tokenizer, "chat_template", thought.replace("KEY", key))
+        ask(app, CHAT, messages=[ASK, {"role": "assistant", "content": "A", key: "Hm. "}, ASK])
+        assert seen[-1] == "hiHm. Ahi"
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     monkeypatch.setattr(codec.tokenizer, "chat_template", plain)
     assert "does not render tools" in ask(app, CHAT, tools=[TOOL])
