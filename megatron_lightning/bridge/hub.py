@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,7 @@ def local_folder(path: str | Path, *, revision: str | None = None, weights: bool
                 snapshot = _snapshot(path, revision, (PICKLE,))
         return snapshot
     except Exception as error:
-        reason = (
-            f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else repr(error)
-        )
+        reason = _reason(error)
         if isinstance(error, LocalEntryNotFoundError):
             reason = "the Hub does not answer"
         raise MissingCheckpointError(
@@ -72,7 +71,8 @@ def local_folder(path: str | Path, *, revision: str | None = None, weights: bool
 
 def find_file(path: str | Path, name: str, *, revision: str | None = None) -> Path | None:
     """Return a file of a folder, or of a Hub id: from the cache, or downloaded. None: there is no
-    such file, or nothing is known about the file offline.
+    such file, or nothing is known about the file: offline, or, with a warning, because the Hub does
+    not answer.
 
     Args:
         path: A folder, or a Hub id.
@@ -84,15 +84,44 @@ def find_file(path: str | Path, name: str, *, revision: str | None = None) -> Pa
         return file if file.is_file() else None
     require("huggingface_hub", "a folder of Hugging Face")
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         cached = try_to_load_from_cache(str(path), name, revision=revision)
         if cached is not None:  # a path, or a mark that there is no such file
             return Path(cached) if isinstance(cached, str) else None
         return Path(hf_hub_download(str(path), name, revision=revision))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+    except HFValidationError:  # no Hub id
         return None
+    except (HfHubHTTPError, OSError) as error:
+        if not _is_absent(error):
+            warnings.warn(
+                f"Whether {path} has {name} at the revision {revision or 'main'} is not known, and "
+                f"the run goes on as if it had none: {_reason(error.__cause__ or error)}. Its end "
+                "tokens may be missing. Try again, check the access of this machine, or download "
+                "the model and name its folder.",
+                stacklevel=2,
+            )
+        return None
+
+
+def _is_absent(error: Exception) -> bool:
+    """Return whether an error says that a file does not exist, or is not in the cache offline. A
+    request without an answer ends in an error of the cache, too.
+    """
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
+
+    if isinstance(error, LocalEntryNotFoundError):
+        return error.__cause__ is None or isinstance(error.__cause__, OfflineModeIsEnabled)
+    return isinstance(error, EntryNotFoundError | OfflineModeIsEnabled)
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else repr(error)
 
 
 def _cached(path: str | Path, revision: str | None, *, weights: bool) -> Path | None:

@@ -308,11 +308,15 @@ def codec_of_files(files: KeptFiles, name: str) -> Codec | None:
         return HuggingFaceCodec(huggingface_tokenizer(folder), name, end_tokens(files.contents))
 
 
-def end_tokens_of(model: str | Path) -> tuple[int, ...]:
+def end_tokens_of(model: str | Path, *, revision: str | None = None) -> tuple[int, ...]:
     """Return the end tokens of the model in a folder, or of a Hub id. Many chat models have
     several.
+
+    Args:
+        model: A folder, or a Hub id.
+        revision: Branch, tag or commit of the Hub id. None: main.
     """
-    files = {name: find_file(model, name) for name in (GENERATION, CONFIG)}
+    files = {name: find_file(model, name, revision=revision) for name in (GENERATION, CONFIG)}
     return end_tokens({name: file.read_bytes() for name, file in files.items() if file})
 
 

@@ -77,7 +77,11 @@ def generation_ends(module: object, tokenizer: object = None) -> tuple[int, ...]
         module: A LightningModule.
         tokenizer: Folder of the data's tokenizer, a name, or a tokenizer.
     """
-    file = find_file(tokenizer, GENERATION) if isinstance(tokenizer, str | Path) else None
+    source = (module._source if isinstance(module, FolderModule) else None) or {}
+    file = None
+    if isinstance(tokenizer, str | Path):
+        is_own = str(tokenizer) == str(source.get("path"))
+        file = find_file(tokenizer, GENERATION, revision=source["revision"] if is_own else None)
     if file is not None:
         return end_tokens({GENERATION: file.read_bytes()})
     if not isinstance(module, FolderModule) or module._source is None:

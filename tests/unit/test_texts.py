@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,42 @@ def test_ends_of_the_generation_configuration_reach_the_documents(tmp_path: Path
         )
         data.prepare_data()
         assert len(data._documents(path)[0].ids) == num_ids + 1
+
+
+def test_only_a_file_that_is_absent_is_missing_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of the Hub whose request fails has end tokens that nobody has read."""
+    httpx2 = pytest.importorskip("httpx2")  # of recent versions of huggingface_hub
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    from megatron_lightning.inference.text import end_tokens_of
+
+    seen: list[str | None] = []
+
+    def fails(error: Exception, cause: Exception | None = None) -> None:
+        def download(path: str, name: str, revision: str | None) -> None:
+            seen.append(revision)
+            raise error from cause
+
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+
+    request = httpx2.Request("GET", "https://x")
+    answers = {code: httpx2.Response(code, request=request) for code in (404, 500)}
+    absent = errors.LocalEntryNotFoundError("not in the cache")
+    for error, cause in (
+        (errors.RemoteEntryNotFoundError("no file", response=answers[404]), None),
+        (absent, None),
+        (absent, errors.OfflineModeIsEnabled("offline")),
+    ):
+        fails(error, cause)
+        with warnings.catch_warnings(action="error"):
+            assert end_tokens_of("nobody/none", revision="r") == ()
+    for error, cause, words in (
+        (absent, httpx2.ConnectTimeout("too slow"), "ConnectTimeout: too slow"),
+        (TimeoutError("slow"), None, "TimeoutError: slow"),
+        (errors.HfHubHTTPError("broken", response=answers[500]), None, "HfHubHTTPError: broken"),
+    ):
+        fails(error, cause)
+        with pytest.warns(UserWarning, match=f"none has generation_config.* revision r .*{words}"):
+            assert end_tokens_of("nobody/none", revision="r") == ()
+    assert set(seen) == {"r"}
