@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ from megatron_lightning.bridge.give_back import save_model
 from megatron_lightning.bridge.kept import read_kept, recall
 from megatron_lightning.bridge.new_rows import fill_new_rows, rows_for, with_vocabulary
 from megatron_lightning.bridge.remembered import write_kept
+from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.pair import FrozenPair
 from megatron_lightning.modules.frozen_parameters import summary_of
 from megatron_lightning.modules.language_model import LanguageModule, ModuleT
-from megatron_lightning.peft.record import is_adapters_only
+from megatron_lightning.peft import LoRA
+from megatron_lightning.peft.lora import APPLIED, applied_to
+from megatron_lightning.peft.record import is_adapters_only, read_records
+from megatron_lightning.peft.resume import described, imported_scales
 
 
 class FolderModule(LanguageModule):
@@ -47,7 +52,13 @@ class FolderModule(LanguageModule):
 
     def _adapt(self, model: ModuleT) -> ModuleT:
         """Attach the adapters, and fill the rows of new tokens."""
+        lora = self._imported_adapters()
+        if lora is not None:
+            self._take_adapters(lora)
         model = super()._adapt(model)
+        if lora is not None:
+            applied = applied_to(model)[""]
+            model.__dict__[APPLIED] = applied._replace(imported=True)
         if self.new_tokens and self._source is not None and not self._checkpoint:
             frozen_names = fill_new_rows(model, self.new_tokens)
             if frozen_names:
@@ -63,6 +74,28 @@ class FolderModule(LanguageModule):
         text = summary_of(self._trained)
         if text is not None:
             rank_zero_info(text)
+
+    def _imported_adapters(self) -> LoRA | None:
+        """Return the adapters with ranks and scales of the folder imported as the run's checkpoint.
+        None: the checkpoint comes from no folder.
+        """
+        if self.peft is None or self.loads_from is None:
+            return None
+        try:
+            records = read_records(open_checkpoint(self.loads_from).state())
+        except CheckpointError:  # copies on local disks, or damage: loading tells more
+            return None
+        return imported_scales(self.peft, records)
+
+    def _take_adapters(self, lora: LoRA) -> None:
+        if lora != self.peft:
+            rank_zero_info(
+                f"ranks and scales of adapters come from the imported folder: {described(lora)}"
+            )
+        self.peft = lora
+        self._settings["peft"] = asdict(lora)
+        if "peft" in self.hparams:
+            self.hparams["peft"] = asdict(lora)
 
     def prepare_data(self) -> None:
         """Download the folder, once a node. A run from a checkpoint needs no folder."""

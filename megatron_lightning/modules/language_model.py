@@ -27,6 +27,7 @@ from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_par
 from megatron_lightning.parallel.stored_weight import StoredWeight
 from megatron_lightning.peft import LoRA
 from megatron_lightning.peft.record import PEFT, Record, read_records, write_record
+from megatron_lightning.peft.resume import check_scales
 from megatron_lightning.peft.sources import digest_of_base
 from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
 
@@ -191,7 +192,7 @@ class LanguageModule(LightningModule):
             del state[name]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Record the names of weights left to the base by the checkpoint."""
+        """Record the adapters of the checkpoint, and the weights that it leaves to the base."""
         self._records = read_records(checkpoint)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -199,8 +200,9 @@ class LanguageModule(LightningModule):
         unchanged.
 
         Raises:
-            CheckpointError: If the adapters belong to another base.
+            CheckpointError: If the adapters belong to another base, or have other ranks or scales.
         """
+        check_scales(self, self._records, state_dict)
         left_out = {n for record in self._records for n in (*record.left_out, *record.beside)}
         frozen_tensors = {
             n: t for n, t in self.state_dict().items() if n in left_out - state_dict.keys()

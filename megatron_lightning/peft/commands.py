@@ -37,7 +37,7 @@ from megatron_lightning.peft.merged_models import (
     write_tensors,
 )
 from megatron_lightning.peft.record import PEFT
-from megatron_lightning.peft.sources import read_saved, record_of
+from megatron_lightning.peft.sources import read_saved, record_of, with_exact_scales
 from megatron_lightning.peft.texts import card, stops
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -156,7 +156,8 @@ def import_(  # noqa: PLR0917  # every argument is an option of the command line
     names = [name for name in model.state_dict() if name not in adapters.saved]
     tensors = {f"state_dict.model.{n}": t for n, t in adapters.state() if n not in ties}
     entry: dict[str, Any] = {
-        "lora": _as_state(asdict(adapters.lora)),
+        "lora": _as_state(asdict(with_exact_scales(adapters))),
+        "imported": True,
         "targets": list(adapters.targets),
         "fused": {},
         "saved": list(adapters.saved),

@@ -85,6 +85,8 @@ class AppliedLoRA(NamedTuple):
     """Ends of the paths of the saved modules, which ``peft`` finds by."""
     task: str | None = None
     """``task_type`` of the model in ``peft``."""
+    imported: bool = False
+    """Whether ranks and scales are those of a folder of ``peft``, imported as a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

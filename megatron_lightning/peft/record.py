@@ -80,6 +80,7 @@ def write_record(module: nn.Module, checkpoint: dict[str, Any]) -> None:
             "ties": dict(applied.ties),
             "modules": list(applied.modules),
             "task": applied.task,
+            **({"imported": True} if applied.imported else {}),
             "names": "gpt" if isinstance(module.get_submodule(path), GPTModel) else "own",
             "base": asdict(base_of(module.get_submodule(path))),
             "left_out": [],
@@ -139,7 +140,14 @@ def _record(path: str, entry: Mapping[str, Any]) -> Record:
     lora, saved = LoRA(**{**entry["lora"], "base": None}), tuple(entry["saved"])
     ties, modules = dict(entry.get("ties", {})), tuple(entry.get("modules", ()))
     applied = AppliedLoRA(
-        lora, tuple(entry["targets"]), fused, saved, ties, modules, entry.get("task", "CAUSAL_LM")
+        lora,
+        tuple(entry["targets"]),
+        fused,
+        saved,
+        ties,
+        modules,
+        task=entry.get("task", "CAUSAL_LM"),
+        imported=bool(entry.get("imported")),
     )
     is_gpt = entry["names"] == "gpt"
     left_out, beside = tuple(entry["left_out"]), tuple(entry.get("beside", ()))

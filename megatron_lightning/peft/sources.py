@@ -179,20 +179,24 @@ def _place_of(module: nn.Module) -> str:
     return paths[0] if paths else ""
 
 
-def _exactly(own: SavedAdapters) -> LoRA:
-    """Return the LoRA for exactly these layers, with the ranks and scales of the adapters."""
+def with_exact_scales(own: SavedAdapters) -> LoRA:
+    """Return the configuration of adapters, with the ranks and scales of single layers as patterns
+    of full paths, whatever patterns made them.
+    """
     ranks, alphas = {}, {}
-    parts_of = own.layers.items()
-    for path, parts in parts_of:
+    for path, parts in own.layers.items():
         first = next(iter(parts.values()))
-        # Ranks and scales of single layers become patterns of full paths, whatever patterns made
-        # them.
         key = re.escape(path)
         root = first.rank**0.5 if own.lora.use_rslora else first.rank
         if first.rank != own.lora.r:
             ranks[key] = first.rank
         if abs(first.scale * root - own.lora.lora_alpha) > 1e-9 * abs(own.lora.lora_alpha):
             alphas[key] = first.scale * root
+    return replace(own.lora, base=None, rank_pattern=ranks, alpha_pattern=alphas)
+
+
+def _exactly(own: SavedAdapters) -> LoRA:
+    """Return the LoRA for exactly these layers, with the ranks and scales of the adapters."""
     modules = sorted({name.rpartition(".")[0] for name in own.saved})
     stacked = {
         target
@@ -200,18 +204,15 @@ def _exactly(own: SavedAdapters) -> LoRA:
         if not own.is_gpt
         and any(
             parts[ALL_ROWS].num_experts
-            for path, parts in parts_of
+            for path, parts in own.layers.items()
             if ALL_ROWS in parts and (path == target or path.endswith(f".{target}"))
         )
     }
     return replace(
-        own.lora,
-        base=None,
+        with_exact_scales(own),
         target_modules=[target for target in own.targets if target not in stacked],
         target_parameters=sorted(stacked),
         exclude_modules=(),
-        rank_pattern=ranks,
-        alpha_pattern=alphas,
         modules_to_save=modules,
     )
 

@@ -35,7 +35,8 @@ from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
 from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.peft.record import left_out_of
+from megatron_lightning.peft.record import left_out_of, read_records
+from megatron_lightning.peft.resume import check_scales
 from megatron_lightning.strategies.checkpoint.adapters import AdapterCheckpoints
 from megatron_lightning.strategies.checkpoint.optimizers import (
     check_optimizers,
@@ -327,6 +328,7 @@ class Checkpoints:
             CheckpointError: On every rank: for missing, unexpected, misshaped or damaged tensors.
         """
         state_dict: Mapping[str, Any] = checkpoint["state_dict"]
+        check_scales(self._module, read_records(checkpoint), state_dict)
         state = self._module_state(part)
         source = state.edited(self._source, state_dict)
         local_keys = state.load_module(source, strict=strict, left_out=left_out_of(checkpoint))

@@ -22,6 +22,8 @@ from megatron_lightning.inference import Engine
 from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
 from megatron_lightning.peft import LoRA, load_adapters
 from megatron_lightning.peft.folder import read_folder
+from megatron_lightning.peft.record import read_records
+from megatron_lightning.peft.resume import check_scales
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.adapted import BATCH, CONFIG, TEXT, llama
 from tests.helpers.layouts import fit
@@ -213,6 +215,68 @@ def test_a_folder_of_peft_is_trained_further(base: Path, trained: Path, tmp_path
 
 
 @pytest.mark.slow
+def _load(module: Any, checkpoint: Path, strategy: MegatronStrategy | str = "auto") -> None:
+    loader = DataLoader(ROWS[:BATCH], batch_size=BATCH)
+    trainer(strategy).validate(module, loader, ckpt_path=str(checkpoint), verbose=False)
+
+
+SCALES: dict[str, tuple[dict[str, Any], str]] = {
+    "alpha": ({"r": 4, "lora_alpha": 8}, "are multiplied by 2 .r=4, lora_alpha=8"),
+    "rslora": ({"r": 4, "use_rslora": True}, "are multiplied by 8 .*use_rslora=True"),
+    "rank": ({"r": 2}, "rank 2 and are multiplied by 8"),
+    "ranks": ({"r": 4, "rank_pattern": {"up_proj": 2}}, "of model.layers.0.mlp.up_proj have"),
+    "alphas": ({"r": 4, "alpha_pattern": {"up_proj": 2}}, "alpha_pattern={'up_proj': 2}"),
+}
+
+
+@pytest.mark.parametrize("case", SCALES)
+def test_another_scale_of_the_same_weights_is_refused(base: Path, trained: Path, case: str) -> None:
+    options, message = SCALES[case]
+    with pytest.raises(CheckpointError, match=f"{message}.*as it was: r=4, lora_alpha=16"):
+        module = HuggingFaceModule(f"{base}/base", peft=LoRA(**options))
+        _load(module, trained, MegatronStrategy())
+
+
+def test_scales_are_compared_by_layer_and_in_plain_lightning(
+    base: Path, trained: Path, tmp_path: Path
+) -> None:
+    same = LoRA(r=8, lora_alpha=1, rank_pattern={r"\w+_proj": 4}, alpha_pattern={r"\w+_proj": 16})
+    _load(HuggingFaceModule(f"{base}/base", peft=same), trained, MegatronStrategy())
+    other = LoRA(r=4, lora_alpha=8)
+    consolidate(trained, tmp_path / "plain.ckpt")
+    with pytest.raises(CheckpointError, match="Set peft as it was: r=4, lora_alpha=16"):
+        _load(HuggingFaceModule(f"{base}/base", peft=other), tmp_path / "plain.ckpt")
+    with pytest.raises(CheckpointError, match="Set peft as it was: r=4, lora_alpha=16"):
+        HuggingFaceModule.load_from_checkpoint(trained, path=f"{base}/base", peft=other)
+    module = HuggingFaceModule(f"{base}/base", peft=LoRA(r=4, lora_dropout=0.1))
+    _load(module, trained, MegatronStrategy())
+    records = read_records(open_checkpoint(trained).state())
+    with pytest.warns(UserWarning, match="with lora_dropout=0, and this run has 0.1"):
+        check_scales(module, records, ())
+
+
+def test_scales_of_an_imported_folder_come_from_the_folder(
+    base: Path, trained: Path, tmp_path: Path
+) -> None:
+    """Also from a checkpoint of the further training, by the same configuration."""
+    folder, checkpoint = tmp_path / "folder", tmp_path / "imported.ckpt"
+    main(["adapters", "export", str(trained), str(folder)])
+    main(["adapters", "import", str(folder), str(checkpoint), "--base", f"{base}/base"])
+    own = LoRA(lora_dropout=0.05)  # of rank 8
+    for start, steps in ((checkpoint, 1), (tmp_path / "1.ckpt", 2)):
+        module = HuggingFaceModule(f"{base}/base", peft=own, learning_rate=1e-3)
+        run = trainer(MegatronStrategy(**ONLY), max_steps=steps)
+        run.fit(module, DataLoader(ROWS, batch_size=BATCH), ckpt_path=str(start))
+        run.save_checkpoint(tmp_path / f"{steps}.ckpt")
+        assert (module.peft.r, module.peft.lora_alpha, module.peft.lora_dropout) == (4, 16, 0.05)
+        state = open_checkpoint(tmp_path / f"{steps}.ckpt").state()
+        assert state["hyper_parameters"]["peft"]["r"] == state["peft"]["model"]["lora"]["r"] == 4
+    consolidate(checkpoint, tmp_path / "plain.ckpt")
+    # A plain Trainer builds the model before it knows the checkpoint.
+    with pytest.raises(CheckpointError, match="Set peft as it was: r=4, lora_alpha=16"):
+        _load(HuggingFaceModule(f"{base}/base", peft=own), tmp_path / "plain.ckpt")
+
+
 def test_a_gpt_is_merged_into_a_checkpoint_without_adapters(tmp_path: Path) -> None:
     path = str(tmp_path / "gpt.ckpt")
     run_ranks(2, _fit, "", {TP: 2}, 2, None, path, "gpt")
