@@ -183,5 +183,6 @@ def _generation(files: Mapping[str, bytes], ends: tuple[int, ...]) -> dict[str, 
     if not values:  # transformers would read these in config.json
         config = json.loads(files.get(CONFIG, b"{}"))
         values = {key: config[key] for key in _COPIED if config.get(key) is not None}
+    values.pop("_from_model_config", None)  # transformers may take config.json's values instead
     values["eos_token_id"] = every if len(every) > 1 else every[0]
     return {GENERATION: json.dumps(values, indent=2).encode() + b"\n"}

@@ -6,18 +6,16 @@ base's folder names the end of a document, and not the end of a turn in the chat
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron_lightning.bridge.new_folder import end_of_turn
 from megatron_lightning.checkpoint.kept_files import KeptFiles
+from megatron_lightning.checkpoint.text_record import TextRecord, end_tokens
 from megatron_lightning.errors import ConfigError, MissingCheckpointError
 from megatron_lightning.optional import require
 from megatron_lightning.peft.saved import SavedAdapters
 
-_GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
 _TOKENIZER = "tokenizer"
 _CARD = """---
 base_model: {base}
@@ -49,27 +47,31 @@ def stops(files: Mapping[str, bytes], template: str | None = None) -> dict[str, 
     Raises:
         ConfigError: If the template cannot be filled.
     """
-    added: dict[str, bytes] = {}
-    if template is not None:
-        added[_TEMPLATE] = _text_of(template).encode()
-    if not any(name.startswith(_TOKENIZER) for name in files):
-        return added
+    contents = TextRecord(
+        chat_template=None if template is None else _text_of(template)
+    ).applied_to(files)
+    if any(name.startswith(_TOKENIZER) for name in files):
+        contents = TextRecord(end_of_turn=_ends(contents)).applied_to(contents)
+    return {name: text for name, text in contents.items() if files.get(name) != text}
+
+
+def _ends(files: Mapping[str, bytes]) -> tuple[int, ...]:
+    """Return the end of a turn in the chat template, behind the end of a text if no file names
+    one. Empty: the template shows no end.
+    """
     require("transformers", "adapters for Hugging Face")
     from transformers import AutoTokenizer
 
-    with KeptFiles({**files, **added}).unpacked() as folder:
+    with KeptFiles(files).unpacked() as folder:
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError):
-            return added  # a tokenizer with custom code
+            return ()  # a tokenizer with custom code
     end = end_of_turn(tokenizer)
-    values: dict[str, Any] = json.loads(files.get(_GENERATION, b"{}"))
-    end_before = values.get("eos_token_id", tokenizer.eos_token_id)
-    ends = [end_before] if isinstance(end_before, int) else list(end_before or ())
-    if end is None or end in ends:
-        return added
-    values["eos_token_id"] = [*ends, end] if ends else end
-    return added | {_GENERATION: json.dumps(values, indent=2).encode() + b"\n"}
+    if end is None:
+        return ()
+    eos = None if end_tokens(files) else tokenizer.eos_token_id
+    return (end,) if eos is None else (eos, end)
 
 
 def card(own: SavedAdapters, name: str, *, merged: bool) -> dict[str, bytes]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from megatron_lightning.bridge.remembered import kept_folders
+from megatron_lightning.bridge.remembered import kept_folders, text_record
+from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine import Engine
@@ -34,6 +35,11 @@ def find_codec(
         return load_codec(tokenizer_model, tokenizer_type)
     for path, folder in kept_folders(module).items():
         codec = codec_of_files(folder.files, path or type(module).__name__)
+        if codec is not None:
+            return codec
+    record = text_record(module)
+    if record is not None and record.tokenizer is not None:  # a model without a folder
+        codec = codec_of_files(KeptFiles(record.applied_to({})), type(module).__name__)
         if codec is not None:
             return codec
     data: Any = getattr(trainer, "datamodule", None)

@@ -36,7 +36,8 @@ def _json(files: dict[str, bytes], name: str) -> Any:
 def test_end_tokens_join_those_of_the_folder() -> None:
     record = TextRecord(end_of_turn=(7, 2))
     config = json.dumps({"eos_token_id": 2, "bos_token_id": 1}).encode()
-    old = json.dumps({"eos_token_id": [2, 5], "temperature": 0.6}).encode()
+    values = {"_from_model_config": True, "eos_token_id": [2, 5], "temperature": 0.6}
+    old = json.dumps(values).encode()
     new = record.applied_to({"config.json": config, "generation_config.json": old})
     assert _json(new, "generation_config.json") == {"eos_token_id": [2, 5, 7], "temperature": 0.6}
     assert new["config.json"] == config
