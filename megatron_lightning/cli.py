@@ -54,6 +54,7 @@ _USAGE = """usage: megatron-lightning COMMAND [options]
   convert     import or export Hugging Face folders; verify and compare folders
   schedule    show a pipeline schedule: table, bubble, memory; --output DIR: picture
   plan        show grid, stages, memory, FLOPs and bubble of a configuration file; --search: layouts
+  recipe      list, show or copy the configuration files of published models
   doctor      show versions and devices, test the collectives, look at the checkpoint folder
 
 megatron-lightning COMMAND --help lists the options of a command; --version prints the version.
@@ -143,6 +144,14 @@ _FUNCTIONS: Mapping[str, str] = types.MappingProxyType(
     }
 )
 """Command -> function that returns a text, or a list of texts, to print. Imported at the call."""
+_TOOLS: Mapping[str, str] = types.MappingProxyType(
+    {
+        "adapters": "megatron_lightning.peft.commands",
+        "convert": "megatron_lightning.bridge.commands",
+        "recipe": "megatron_lightning.planning.recipe_files",
+    }
+)
+"""Command -> module with the command's tools."""
 
 
 def _run(command: str, options: list[str]) -> None:
@@ -171,14 +180,8 @@ def _run(command: str, options: list[str]) -> None:
         from megatron_lightning.models.upcycling import upcycle
 
         _use_tool(command, {**TOOLS, "upcycle": upcycle}, options)
-    elif command == "adapters":
-        from megatron_lightning.peft.commands import COMMANDS as TOOLS
-
-        _use_tool(command, TOOLS, options)
-    elif command == "convert":
-        from megatron_lightning.bridge.commands import COMMANDS as TOOLS
-
-        _use_tool(command, TOOLS, options)
+    elif command in _TOOLS:
+        _use_tool(command, importlib.import_module(_TOOLS[command]).COMMANDS, options)
     elif command == "data":
         from megatron_lightning.modules.data_commands import COMMANDS as TOOLS
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import sys
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -15,12 +16,13 @@ from jsonargparse import ArgumentParser
 from typing_extensions import override
 
 from megatron_lightning.config.left_out import LEFT_OUT
+from megatron_lightning.planning.recipe_files import with_recipes
 
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 _TYPES = ("<class '", "typing.")
 COMMANDS = (
     *TRAINER_COMMANDS, "preprocess", "data", "generate", "evaluate", "serve", "checkpoint",
-    "adapters", "convert", "schedule", "plan", "doctor",
+    "adapters", "convert", "schedule", "plan", "recipe", "doctor",
 )  # fmt: skip
 _OPTIONS_OF_A_CLASS = (
     ". Options go with the name of a class, as in --trainer.strategy=MegatronStrategy. In YAML: "
@@ -49,8 +51,8 @@ class OneLineParser(ArgumentParser):
         self, args: Sequence[str] | None = None, *rest: Any, **settings: Any
     ) -> Any:
         """Parse ``args``. See jsonargparse."""
-        if args is not None:
-            args = [_yaml_of_python(args[0])] if len(args) == 1 else _with_class_paths(args)
+        args = with_recipes(sys.argv[1:] if args is None else args)
+        args = [_yaml_of_python(args[0])] if len(args) == 1 else _with_class_paths(args)
         return super().parse_args(args, *rest, **settings)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

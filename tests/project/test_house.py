@@ -143,7 +143,7 @@ def _sources() -> tuple[tuple[str, ast.Module], ...]:
 
 def test_type_checkers_of_users_read_the_types() -> None:
     assert (PACKAGE / "py.typed").is_file()
-    assert _setup()["options.package_data"]["megatron_lightning"].split() == ["py.typed"]
+    assert "py.typed" in _setup()["options.package_data"]["megatron_lightning"].split(", ")
 
 
 def test_setup_lists_every_package() -> None:
@@ -159,9 +159,10 @@ def test_setup_lists_every_package() -> None:
     )
 
 
-def test_the_two_folders_are_linked() -> None:
-    for name in ("strategies", "callbacks"):
-        assert (PACKAGE / name).is_symlink() and (PACKAGE / name).resolve() == ROOT / name
+def test_the_folders_at_the_top_are_linked() -> None:
+    links = {"strategies": "strategies", "callbacks": "callbacks", "recipes": "configs"}
+    for name, folder in links.items():
+        assert (PACKAGE / name).is_symlink() and (PACKAGE / name).resolve() == ROOT / folder
 
 
 @pytest.mark.parametrize("name", ["strategies", "callbacks"])

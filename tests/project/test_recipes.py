@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.recipe_table import RecipeFiles, described, recipes, table
-from megatron_lightning.cli import trainer_cli
+from megatron_lightning.cli import main, trainer_cli
 from megatron_lightning.models import num_parameters
+from megatron_lightning.planning import recipe_files
 from megatron_lightning.planning.devices import planned_device
 from megatron_lightning.planning.recipe import read_recipe
 from megatron_lightning.planning.sections import Errors
 from megatron_lightning.strategies import MegatronStrategy
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 DOCS = Path(__file__).parents[2] / "docs"
 RECIPES = list(recipes())
 IDS = [files.cluster or files.model for files in RECIPES]
@@ -84,3 +86,51 @@ def test_the_command_takes_the_files(
     assert recipe is not None and cli.model.config == recipe.model
     assert strategy.options.data == recipe.data and strategy.options.pipeline == recipe.pipeline
     assert cli.datamodule.sequence_length == recipe.sequence_length
+
+
+def test_names_are_files_of_the_checkout_and_of_the_package() -> None:
+    files = {path.relative_to(CONFIGS).with_suffix("") for path in CONFIGS.rglob("*.yaml")}
+    assert set(recipe_files.recipes()) == {name.as_posix() for name in files}
+
+
+def test_a_recipe_is_named_and_a_file_here_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = str(recipe_files.recipes()["llama32_1b"])
+    for name in ("llama32_1b", "llama32_1b.yaml", "configs/llama32_1b.yaml"):
+        assert recipe_files.with_recipes(["fit", "--config", name, "--x", name]) == [
+            "fit", "--config", path, "--x", name
+        ]  # fmt: skip
+    both = ["plan", "--config", "llama31_8b", "clusters/llama31_8b_64"]
+    assert [Path(word).stem for word in recipe_files.with_recipes(both)[2:]] == [
+        "llama31_8b", "llama31_8b_64"
+    ]  # fmt: skip
+    assert recipe_files.with_recipes(["--config=none.yaml"]) == ["--config=none.yaml"]
+    (tmp_path / "llama32_1b").mkdir()  # such as a folder of results
+    main(["plan", "--config", "llama32_1b"])
+    assert "dp 8" in capsys.readouterr().out
+
+    main(["recipe", "copy", "llama32_1b"])
+    own = tmp_path / "llama32_1b.yaml"
+    assert own.read_text() == Path(path).read_text()
+    own.write_text(own.read_text().replace("devices: 8", "devices: 4"))
+    capsys.readouterr()
+    main(["plan", "--config=llama32_1b"])
+    assert "dp 4" in capsys.readouterr().out
+    cli = trainer_cli(["--config", "llama32_1b", "--trainer.accelerator=cpu"], run=False)
+    assert cli.trainer.num_devices == 4
+
+    main(["recipe", "show", "llama32_1b"])
+    assert capsys.readouterr().out == Path(path).read_text()
+    main(["recipe", "list"])
+    assert "Llama 3.2 1B (https://huggingface.co/meta-llama/Llama-3.2-1B) from scratch.\n" in (
+        capsys.readouterr().out
+    )
+    for arguments, message in (
+        (["copy", "llama32_1b"], "llama32_1b.yaml exists already. Name another file by --output."),
+        (["show", "lama32_1b"], "there is no recipe 'lama32_1b'. Did you mean 'llama32_1b'?"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["recipe", *arguments])
+        assert message in capsys.readouterr().err

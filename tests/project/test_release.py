@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lightning.planning import recipe_files
+
 ROOT = Path(__file__).parents[2]
 CONFIG = """
 trainer:
@@ -51,7 +53,9 @@ def run(*command: str | Path, cwd: Path) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("release")
     source = folder / "source"
-    names = "megatron_lightning strategies callbacks setup.cfg pyproject.toml README.md LICENSE"
+    names = (
+        "megatron_lightning strategies callbacks configs setup.cfg pyproject.toml README.md LICENSE"
+    )
     source.mkdir()
     for name in names.split():
         path = ROOT / name
@@ -83,6 +87,8 @@ def test_the_wheel_holds_each_module_once(wheel: Path) -> None:
         for path in (ROOT / parent).rglob("*.py")
     }
     assert sources <= set(names) and "megatron_lightning/py.typed" in names
+    recipes = {f"megatron_lightning/recipes/{name}.yaml" for name in recipe_files.recipes()}
+    assert len(recipes) > 30 and recipes <= set(names)
     page = {"index.html", "page.css", "page.js"}
     assert {f"megatron_lightning/inference/static/{file}" for file in page} <= set(names)
 
@@ -107,5 +113,7 @@ def test_the_wheel_trains_plans_and_converts(wheel: Path, tmp_path: Path) -> Non
     run(*command, "fit", "--config", "run.yaml", cwd=tmp_path)
     [checkpoint] = tmp_path.rglob("*.ckpt")
     assert "parameters" in run(*command, "plan", "--config", "run.yaml", cwd=tmp_path)
+    assert "parameters" in run(*command, "plan", "--config", "llama32_1b", cwd=tmp_path)
+    assert "tiny_cpu" in run(*command, "recipe", "list", cwd=tmp_path)
     run(*command, "convert", "export", checkpoint, tmp_path / "folder", cwd=tmp_path)
     assert (tmp_path / "folder" / "config.json").is_file()
