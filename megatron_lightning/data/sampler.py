@@ -127,7 +127,8 @@ class ResumableSampler(Sampler[int]):
         self._before = self.consumed_samples - state["consumed"]
         self._consumed = state["consumed"]
         self._states = dict(state["generator_states"])
-        self._resuming = bool(self._states)  # saved before the order was drawn: draw it then
+        # A pass saved before its order was drawn has neither: the order is drawn then.
+        self._resuming = bool(self._states) or self._consumed > 0
 
     def __iter__(self) -> Iterator[int]:
         self.started = True
