@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning.pytorch.cli import LightningCLI
 
 import megatron_lightning
 from megatron_lightning.checkpoint import open_checkpoint, save_sharded
+from megatron_lightning.checkpoint.format.class_paths import check_classes
 from megatron_lightning.cli import main, trainer_cli
 from megatron_lightning.cli_parser import in_one_line
 from megatron_lightning.data.indexed import IndexedDatasetWriter
@@ -73,7 +74,13 @@ class BuiltToy(ToyModule):
 class GivenLayer(pl.LightningModule):
     """Takes an object from the command line, and keeps its arguments as users do."""
 
-    def __init__(self, layer: torch.nn.Module, width: int = 1) -> None:
+    def __init__(
+        self,
+        layer: torch.nn.Module,
+        width: int = 1,
+        draw: Callable[..., Any] | None = None,
+        file: str | None = None,
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.layer = layer
@@ -422,6 +429,8 @@ def test_a_module_of_the_command_line_is_loaded_from_its_folder(
             {"layer": {"class_path": "lying.Layer"}},
             {"layer": {"class_path": "torch.nn.Sequential", "init_args": {"a": [
                 {"class_path": "lying.Layer"}]}}},
+            {"draw": "lying.Layer"},
+            {"layer": "lying.Layer"},
         )
     ):  # fmt: skip
         state = dict(open_checkpoint(tmp_path / "x").state())
@@ -429,6 +438,13 @@ def test_a_module_of_the_command_line_is_loaded_from_its_folder(
         save_sharded(tmp_path / f"y{number}", [], {**state, "state_dict": {}})
         with pytest.raises(CheckpointError, match=r"lying\.Layer.*import the module of lying"):
             GivenLayer.load_from_checkpoint(tmp_path / f"y{number}", weights_only=True)
+    state["hyper_parameters"] = {**saved, "layer": {"class_path": "os.system"}}
+    save_sharded(tmp_path / "z", [], {**state, "state_dict": {}})
+    with pytest.raises(CheckpointError, match=r"names os\.system as a class .* which is none"):
+        GivenLayer.load_from_checkpoint(tmp_path / "z", weights_only=True)
+    # A text stays a text.
+    state["hyper_parameters"] = {**saved, "file": "lying.txt", "draw": "torch.relu"}
+    check_classes(state, GivenLayer, "x")
     assert not (tmp_path / "ran").exists()
 
 

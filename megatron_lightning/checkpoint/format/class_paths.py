@@ -7,7 +7,12 @@ way. Only LightningCLI's instantiator is accepted, and only classes that are imp
 
 from __future__ import annotations
 
+import sys
+import typing
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from megatron_lightning.config.class_paths import imported_class, is_known
@@ -25,6 +30,11 @@ _HYPER_PARAMETERS = (
     "module_arguments",
 )
 """Entries that Lightning reads as arguments of a module, old names included."""
+_PLAIN = (
+    str, bytes, int, float, bool, complex, type(None), Path, Any, dict, list, tuple, set, frozenset,
+    Mapping, Sequence,
+)  # fmt: skip
+"""Types of parameters whose texts jsonargparse imports nothing for."""
 
 
 def check_instantiators(state: Mapping[Any, Any], origin: str) -> None:
@@ -75,12 +85,86 @@ def check_classes(
             )
         for place, name in _class_paths(entry, key):
             if not is_known(name):
+                raise _refusal(origin, "class", name, place)
+            made = imported_class(name)
+            if made is not None and not isinstance(made, type):
                 raise CheckpointError(
-                    f"{origin} names the class {name} ({place}), which no module imported so far "
-                    "has, and importing it would run code that the checkpoint chooses. If you "
-                    f"trust the checkpoint, import the module of {name} before "
-                    "load_from_checkpoint."
+                    f"{origin} names {name} as a class ({place}), which is none, and reading the "
+                    "checkpoint would call it. Use another checkpoint, or remove the entry from "
+                    "one that you trust."
                 )
+        if found is not None or not parsed:  # otherwise the command line knows the class
+            for place, name in _imported_texts(entry, found or kind, key):
+                raise _refusal(origin, "class or function", name, place)
+
+
+def _refusal(origin: str, what: str, name: str, place: str) -> CheckpointError:
+    return CheckpointError(
+        f"{origin} names the {what} {name} ({place}), which no module imported so far has, and "
+        "importing it would run code that the checkpoint chooses. If you trust the checkpoint, "
+        f"import the module of {name} before load_from_checkpoint."
+    )
+
+
+def _imported_texts(values: Mapping[Any, Any], kind: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Yield place and value of texts among arguments of a class that jsonargparse would import:
+    those of a parameter that takes a function, a class or an object.
+    """
+    types = _parameter_types(kind)
+    for name, value in values.items():
+        if not str(name).startswith("_") and not _is_plain(types.get(name, object)):
+            yield from _texts(value, f"{place}[{name!r}]")
+
+
+def _texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        path = value.get("class_path")
+        for key, entry in value.items():
+            inside = f"{place}[{key!r}]"
+            if key in ("init_args", "dict_kwargs") and path and isinstance(entry, Mapping):
+                yield from _imported_texts(entry, imported_class(path), inside)
+            elif key != "class_path":
+                yield from _texts(entry, inside)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for index, entry in enumerate(value):
+            yield from _texts(entry, f"{place}[{index}]")
+    elif isinstance(value, str) and _would_import(value):
+        yield place, value
+
+
+def _would_import(text: str) -> bool:
+    """Return whether a text is the path of an object in a module not imported yet."""
+    names = text.split(".")
+    if len(names) < 2 or not all(name.isidentifier() for name in names) or is_known(text):
+        return False
+    # Looking for a package without a dot runs nothing.
+    return names[0] in sys.modules or find_spec(names[0]) is not None
+
+
+def _parameter_types(kind: Any) -> dict[str, Any]:
+    """Return the types of a class's parameters, of its bases' too: ``**kwargs`` may reach them."""
+    types: dict[str, Any] = {}
+    for base in reversed(kind.__mro__ if isinstance(kind, type) else ()):
+        init = vars(base).get("__init__")
+        code = getattr(init, "__code__", None)
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
+        try:
+            hints = typing.get_type_hints(init) if init and code else {}
+        except Exception:  # names that exist for type checkers alone
+            hints = dict.fromkeys(getattr(init, "__annotations__", {}), object)
+        types |= {**dict.fromkeys(names, Any), **hints}
+    return types
+
+
+def _is_plain(annotation: Any) -> bool:
+    if typing.get_origin(annotation) is typing.Literal:
+        return True
+    arguments = [one for one in typing.get_args(annotation) if one is not ...]
+    if not arguments:
+        return annotation in _PLAIN
+    return typing.get_origin(annotation) in (*_PLAIN, typing.Union, UnionType) and all(
+        map(_is_plain, arguments)
+    )
 
 
 def _class_paths(value: Any, place: str) -> Iterator[tuple[str, str]]:
