@@ -45,7 +45,7 @@ from megatron_lightning.inference.text_model import TextModel
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.context import ALONE, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.peft import load_adapters
+from megatron_lightning.peft import LoRA, load_adapters
 from megatron_lightning.peft.base_digest import check_loaded_base
 from megatron_lightning.peft.folder import CONFIG as ADAPTER_CONFIG
 from megatron_lightning.peft.lora import applied_to
@@ -146,6 +146,8 @@ def _of_checkpoint(source: CheckpointSource, saved: Mapping[str, Any]) -> SavedM
     config = config_of_checkpoint(saved["config"])
     records = read_records(source.state(), "the checkpoint")
     lora = next((record.applied.lora for record in records), None)
+    if lora is None and saved.get("peft") is not None:  # saved by Lightning's own strategy
+        lora = LoRA(**saved["peft"])
 
     def build() -> nn.Module:
         with torch.device("meta"):

@@ -36,7 +36,6 @@ from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.peft.record import left_out_of, read_records
-from megatron_lightning.peft.resume import check_scales
 from megatron_lightning.strategies.checkpoint.adapters import AdapterCheckpoints
 from megatron_lightning.strategies.checkpoint.optimizers import (
     check_optimizers,
@@ -327,6 +326,8 @@ class Checkpoints:
         Raises:
             CheckpointError: On every rank: for missing, unexpected, misshaped or damaged tensors.
         """
+        from megatron_lightning.peft.resume import check_scales
+
         state_dict: Mapping[str, Any] = checkpoint["state_dict"]
         check_scales(self._module, read_records(checkpoint), state_dict)
         state = self._module_state(part)
