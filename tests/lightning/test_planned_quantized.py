@@ -133,8 +133,9 @@ def test_ranks_hold_the_planned_codes(name: str) -> None:
             own = 4 * _share(count, case) + _share(coded, case)
             assert row.weights_bytes == gathered + own
             held = own + row.optimizer_bytes + 4 * _share(count, case)
-        # Beside them lie batches, counters, scales and the padding of buckets.
-        assert num_bytes - 100_000 <= held <= num_bytes, (rank, row)
+        # Beside them lie batches, counters, scales, the padding of buckets, and for a resume the
+        # states of all generators after the last update, 5 kB each.
+        assert num_bytes - 130_000 <= held <= num_bytes, (rank, row)
 
 
 def _share(count: ParameterCount, case: Case) -> float:
