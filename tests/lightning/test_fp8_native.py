@@ -86,7 +86,9 @@ def _both(case: Case, scaling: str) -> list[Any]:
 
 def test_two_ranks_renew_the_codes_after_a_step() -> None:
     """The loss of the second step, evaluation and prediction are those of the changed weights."""
-    for coded, plain in run_ranks(2, _both, replace(LAYOUTS["dp2"], steps=2), "current"):
+    for coded, plain in run_ranks(
+        2, _both, replace(LAYOUTS["dp2"], steps=2), "current", timeout_s=110
+    ):
         assert_equal_results(coded, plain)
 
 
