@@ -172,7 +172,7 @@ class MoELayer(nn.Module):
             padding: [b, s] whether a token is padding, of all tensor-parallel ranks. None: none is.
         """
         local_hidden = self._own(hidden)
-        first, count = self._first_token(local_hidden), local_hidden[..., 0].numel()
+        first, count = self._first_token(local_hidden), local_hidden.shape[:-1].numel()
         is_padding = self._is_padding(hidden, local_hidden, padding)
         given_routes = None if routes is None else routes.given(self.number, first, count)
         routing = self.router(local_hidden, is_padding, given_routes)
@@ -231,9 +231,9 @@ class MoELayer(nn.Module):
         """Return whether tokens of ``own`` [s, b, h] are padding [s, b], of rows or of equal parts.
         None: no token is.
         """
-        first, count = self._first_token(own), own[..., 0].numel()
+        first, count = self._first_token(own), own.shape[:-1].numel()
         if padding is None:
-            num_tokens = hidden[..., 0].numel()
+            num_tokens = hidden.shape[:-1].numel()
             if self.replicas.size == 1 or num_tokens % self.replicas.size == 0:
                 return None
             padding = torch.zeros(1, num_tokens, dtype=torch.bool, device=hidden.device)
