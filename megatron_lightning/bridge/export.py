@@ -50,7 +50,7 @@ def write_folder(
     tensors: Mapping[str, Lazy],
     *,
     overwrite: bool = False,
-    files: Mapping[str, bytes] | None = None,
+    files: Mapping[str, bytes | None] | None = None,
     group: AxisGroup = ALONE,
     reads_together: torch.device | None = None,
     advance: Advance = silent,
@@ -65,8 +65,8 @@ def write_folder(
             tokenizer, licences).
         tensors: Name -> tensor, for every tensor of ``like``, in equal shapes.
         overwrite: Whether an existing target is replaced. False: an existing target is refused.
-        files: Further files by name. They replace the folder's files of equal names. None: no
-            further files.
+        files: Further files by name. They replace the folder's files of equal names. A file
+            without content (None) is left out. None: no further files.
         group: Ranks writing together.
         reads_together: Device of the boxes if reading a box is a collective: all ranks then read
             all tensors in the same order. None: a rank reads only for the files written by this
@@ -79,7 +79,8 @@ def write_folder(
     """
     _check_complete(target, like, tensors)
     headers = _headers(like, tensors)
-    others = {**like.files.contents, **(files or {})}
+    contents = {**like.files.contents, **(files or {})}
+    others = {name: content for name, content in contents.items() if content is not None}
     locks: list[int] = []  # on the first rank
     pending = beside(target, f".tmp-{on_first_rank(group, new_identifier)}")
     try:

@@ -15,10 +15,11 @@ from torch import nn
 
 from megatron_lightning.bridge.import_folder import state_before_training
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
-from megatron_lightning.checkpoint.kept_files import KeptFiles
+from megatron_lightning.checkpoint.kept_files import TEMPLATES, KeptFiles
 from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.checkpoint.text_record import (
     GENERATION,
+    TEMPLATE,
     TEXTS,
     TextRecord,
     is_of_tokenizer,
@@ -105,11 +106,21 @@ def merge(  # noqa: PLR0917  # every argument is an option of the command line
     else:
         options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         found = base_model(adapters, source, base, **options)
-        texts = _tokenizer_files(source)
-        texts |= stops({**found.plan.folder.files.contents, **texts}, chat_template)
+        texts, of_base = _tokenizer_files(source), found.plan.folder.files.contents
+        texts |= stops({**of_base, **texts}, chat_template)
         texts |= card(adapters, Path(target).name, merged=True)
+        # A template of the training serves alone.
+        others = [
+            name for name in of_base if TEMPLATE in texts and name.startswith(f"{TEMPLATES}/")
+        ]
         untied = write_merged(
-            adapters, found, target, source, _dtype(dtype), files=texts, overwrite=overwrite
+            adapters,
+            found,
+            target,
+            source,
+            _dtype(dtype),
+            files={**dict.fromkeys(others), **texts},
+            overwrite=overwrite,
         )
         if untied:
             print(f"{', '.join(untied)} is a weight of its own there (tie_word_embeddings: false).")

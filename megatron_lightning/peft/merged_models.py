@@ -120,7 +120,7 @@ def write_merged(
     source: str,
     dtype: torch.dtype | None,
     *,
-    files: Mapping[str, bytes],
+    files: Mapping[str, bytes | None],
     overwrite: bool,
 ) -> list[str]:
     """Write a folder of ``transformers`` with the adapters merged. A tied weight that the adapters
@@ -132,7 +132,7 @@ def write_merged(
         target: The folder.
         source: Folder or checkpoint of the adapters, for messages.
         dtype: Dtype of floating tensors. None: the folder's.
-        files: Further files by name.
+        files: Further files by name. None: the base's file is left out.
         overwrite: Whether an existing folder is replaced.
 
     Returns:

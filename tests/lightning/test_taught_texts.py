@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,7 +128,11 @@ def test_adapters_bring_what_they_were_taught(
     _fit(module, _data(paths), Path(checkpoint), 1, adapters_only=adapters_only)
     folders = {name: str(tmp_path / name) for name in ("adapters", "merged", "imported.ckpt")}
     export(checkpoint, folders["adapters"])
-    merge(checkpoint, folders["merged"])
+    templates = Path(paths.base) / "additional_chat_templates"
+    templates.mkdir(exist_ok=True)
+    (templates / "tool_use.jinja").write_text("of the base")
+    merge(checkpoint, folders["merged"], base=None if adapters_only else paths.base)
+    shutil.rmtree(templates)
     import_(folders["adapters"], folders["imported.ckpt"], base=paths.base)
     export(folders["imported.ckpt"], str(tmp_path / "again"))
     for folder in (folders["adapters"], folders["merged"], tmp_path / "again"):
