@@ -59,8 +59,9 @@ def test_bars_end_at_max_steps(kind: type[ProgressBar], tmp_path: Path) -> None:
     whole = fit(10, None)
     assert whole.of_epochs == [4, 4, 2]
     assert whole.of_batches == [4] * 8 + [2] * 2
-    # The third epoch goes on, and its start has been seen by the first run.
-    assert fit(11, str(tmp_path / "mid.ckpt")).of_batches == [3]
+    # The third epoch goes on: an uninterrupted run has one start of it, and this run the rest.
+    resumed = fit(13, str(tmp_path / "mid.ckpt"))
+    assert (resumed.of_epochs, resumed.of_batches) == ([1], [4, 4, 1])
     assert fit(12, str(tmp_path / "inside.ckpt")).of_batches == [4, 4]
     accumulated = fit(3, None, accumulate_grad_batches=2)
     assert accumulated.of_epochs == [4, 2]
