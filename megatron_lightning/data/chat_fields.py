@@ -126,6 +126,8 @@ class Mark:
         """Return the message without the value, or no message."""
         if self.field == "system":
             return []
+        if self.key == "content":
+            return [without_reasoning(message)]
         fields = {key: value for key, value in message.items() if key != self.field}
         if self.key == "tool_calls" and len(calls := message["tool_calls"]) > 1:
             fields["tool_calls"] = [*calls[: self.part], *calls[self.part + 1 :]]
@@ -144,22 +146,23 @@ class MarkedMessages:
     """
 
     def __init__(self, messages: Sequence[Message], answers: Collection[int]) -> None:
-        self._marks: list[Mark] = []
+        self.marks: list[Mark] = []
+        """All marks, in order."""
         self.messages = [
             self._marked(index, message, index in answers) for index, message in enumerate(messages)
         ]
 
     def __bool__(self) -> bool:
-        return bool(self._marks)
+        return bool(self.marks)
 
     def unwritten(self, text: str) -> list[Mark]:
         """Return the marks missing from ``text``, a rendering of the marked messages."""
-        return [mark for mark in self._marks if mark.end not in text]
+        return [mark for mark in self.marks if mark.end not in text]
 
     def reasoning(self, text: str) -> tuple[str, list[tuple[int, int]]]:
         """Return ``text`` without marks, and the characters of reasoning in the result."""
-        thoughts = [mark for mark in self._marks if mark.is_reasoning]
-        marks = {one for mark in self._marks for one in (mark.begin, mark.end)}
+        thoughts = [mark for mark in self.marks if mark.is_reasoning]
+        marks = {one for mark in self.marks for one in (mark.begin, mark.end)}
         plain, places, last = [], {}, 0
         for number, place in enumerate(at for at, one in enumerate(text) if one in marks):
             plain.append(text[last:place])
@@ -213,7 +216,7 @@ class MarkedMessages:
         """Return ``text`` with a mark. White space stays outside, since templates strip it."""
         if not isinstance(text, str) or not (core := text.strip()):
             return text
-        number = len(self._marks)
+        number = len(self.marks)
         mark = Mark(index, key, chr(_FIRST_BEGIN + number), chr(_FIRST_END + number), part)
-        self._marks.append(mark)
+        self.marks.append(mark)
         return text.replace(core, f"{mark.begin}{core}{mark.end}", 1)

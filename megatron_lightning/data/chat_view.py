@@ -89,14 +89,19 @@ class ChatView:
         marked = MarkedMessages(self._plain[:stop], answers)
         try:
             text = self._rendered(marked.messages)[0] if marked else ""
-        except DataError:  # the template compares a value, and so reads it
-            return
-        for missing in marked.unwritten(text):
-            if missing.is_reasoning or not self._changes_text(missing, stop):
-                raise UnwrittenField(
-                    f"{self._chat.where}: the chat template does not write {missing}, so that it "
-                    f"would be lost; set {self._way_out(missing, stop)}"
-                )
+        except DataError:  # the template compares a marked value: ask for one value at a time
+            missing = [mark for mark in marked.marks if not self._changes_text(mark, stop)]
+        else:
+            missing = [
+                mark
+                for mark in marked.unwritten(text)
+                if mark.is_reasoning or not self._changes_text(mark, stop)
+            ]
+        for mark in missing:
+            raise UnwrittenField(
+                f"{self._chat.where}: the chat template does not write {mark}, so that it would be "
+                f"lost; set {self._way_out(mark, stop)}"
+            )
 
     def thoughts(self, answers: Collection[int], stop: int) -> list[Span]:
         """Return the characters of reasoning in ``answers``, in ``stop`` messages rendered alone.
@@ -117,15 +122,17 @@ class ChatView:
         return self._template.render(self._chat, [self._form(message) for message in messages])
 
     def _changes_text(self, mark: Mark, stop: int) -> bool:
-        """Return whether the text is another one without a marked field, which may be written in
-        part.
+        """Return whether the text is another one, beside white space, without a marked field, which
+        may be written in part.
         """
         messages = list(self._plain[:stop])
         messages[mark.message : mark.message + 1] = mark.removed(messages[mark.message])
         try:
-            return self._rendered(messages) != self._render(stop)
+            texts = self._rendered(messages)[0], self._render(stop)[0]
         except DataError:  # the template asks for the field
             return True
+        without, full = ("".join(text.split()) for text in texts)
+        return without != full
 
     def _way_out(self, mark: Mark, stop: int) -> str:
         """Return what to set if the template leaves a value out."""

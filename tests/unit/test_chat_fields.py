@@ -34,6 +34,10 @@ TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.replace(
     "{{ message.content }}{% for c in message.tool_calls or [] %}"
     "{{ c.function.arguments | tojson }}{% endfor %}",
 )
+COMPARED = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] if c.function.name != 'sky' %}"
+    "{{ raise_exception('unknown') }}{% endfor %}{% endfor %}" + TOOLS
+)
 _TOKENIZER = ChatTokenizer(make_tokenizer())
 
 
@@ -60,6 +64,18 @@ LOST: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "another name of the reasoning": (
         CHATML, _chat({**BLUE, "thinking": "red"}), "write thinking of message 1",
+    ),
+    "reasoning beside a name that the template compares": (
+        COMPARED, _chat({**BLUE, "reasoning_content": "red", "tool_calls": [CALL]}, tools=[TOOL]),
+        "write reasoning_content of message 1",
+    ),
+    "reasoning in the content, beside such a name": (
+        COMPARED.replace("{{ message.content }}", "{{ message.content.split('</think>')[-1] }}"),
+        _chat(
+            {**turn("assistant", "<think>\nred\n</think>\n\nblue"), "tool_calls": [CALL]},
+            tools=[TOOL],
+        ),
+        "write the reasoning in the content of message 1",
     ),
     "nothing but reasoning": (
         CHATML, _chat({"role": "assistant", "reasoning": "red"}), "write reasoning of message 1",
