@@ -30,7 +30,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
-from megatron_lightning.strategies.checkpoint.resume_point import EpochStarts, ResumePoint
+from megatron_lightning.strategies.checkpoint.resume_point import EpochStartRecorder, ResumePoint
 from megatron_lightning.strategies.checks.attention_kernels import report_attention
 from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.lightning_internals import (
@@ -237,7 +237,7 @@ class Run:
         """Record where a checkpoint resumes, in callbacks around the user's."""
         callbacks: list[pl.Callback] = vars(self.module.trainer)["callbacks"]
         points = self.checkpoints.state.points
-        starts = EpochStarts(points)
+        starts = EpochStartRecorder(points)
         callbacks[:] = [starts, *callbacks, points]
         for callback in (starts, points):
             self.undo.callback(callbacks.remove, callback)

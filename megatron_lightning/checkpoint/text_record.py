@@ -38,7 +38,7 @@ _COPIED = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
 
 @dataclass(frozen=True, kw_only=True)
 class TextRecord:
-    """What training taught a model about texts."""
+    """Chat template, end tokens, date and tokenizer that training taught a model."""
 
     chat_template: str | None = None
     """Template for serving. None: the tokenizer's own."""

@@ -27,7 +27,7 @@ class Written:
 
 @dataclass
 class _Sent:
-    """What a stream has sent of a text."""
+    """Part of a text already sent by a stream."""
 
     text: str = ""
     num_tokens: int = 0

@@ -70,7 +70,7 @@ class FolderModule(LanguageModule):
         return model
 
     def on_fit_start(self) -> None:
-        """Say how many parameters are trained, if patterns freeze some."""
+        """Print the number of trained parameters, if patterns freeze some."""
         text = summary_of(self._trained)
         if text is not None:
             rank_zero_info(text)

@@ -1,4 +1,4 @@
-"""What training taught about texts, on its way from data to checkpoints and exported folders."""
+"""Hand the text record of the training data to the module, its checkpoints and exported folders."""
 
 from __future__ import annotations
 

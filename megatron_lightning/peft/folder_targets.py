@@ -12,7 +12,7 @@ _FIRST_NUMBER = r".*?\.[^.]*\.(?P<number>\d+)\."
 
 
 class FolderTargets(NamedTuple):
-    """What a configuration says of layers to adapt. ``peft`` writes "all-linear" as names."""
+    """Layers to adapt, by a folder's configuration. ``peft`` writes "all-linear" as names."""
 
     modules: str | Sequence[str]
     """Regular expression of full paths, or names and ends of paths."""

@@ -20,7 +20,7 @@ _SCOPES = ("total", "current")
 _STATE, _STEPPED = "epoch_loop.state_dict", "_batches_that_stepped"
 
 
-class Place(Enum):
+class ResumePlace(Enum):
     """Where a run is resumed."""
 
     IN_EPOCH = "before a further batch of the epoch"
@@ -28,17 +28,17 @@ class Place(Enum):
     BETWEEN_EPOCHS = "behind the end of an epoch, or before the first epoch"
 
 
-def place_of(loops: Mapping[str, Any]) -> Place:
+def place_of(loops: Mapping[str, Any]) -> ResumePlace:
     """Return the place of the run that saved ``loops``."""
     epochs, batches = loops.get(_EPOCHS, {}).get("current", {}), loops.get(_BATCHES, {})
     counts = batches.get("current", {})
     is_over = batches.get("is_last_batch", False)
     if is_over and epochs.get("processed") == epochs.get("ready"):
-        return Place.BETWEEN_EPOCHS
+        return ResumePlace.BETWEEN_EPOCHS
     # An exception may end the last batch before its training.
     if is_over and counts.get("processed") == counts.get("ready"):
-        return Place.END_OF_EPOCH
-    return Place.IN_EPOCH
+        return ResumePlace.END_OF_EPOCH
+    return ResumePlace.IN_EPOCH
 
 
 def has_begun(loops: Mapping[str, Any]) -> bool:
@@ -66,7 +66,7 @@ def await_validation(loops: Loops) -> None:
     }
 
 
-def leave_begun(loops: Loops) -> None:
+def reset_unfinished(loops: Loops) -> None:
     """Make a run resumed from ``loops`` start the epoch that was about to start, and return to no
     validation: a repeated validation counts its first batch twice.
     """
@@ -83,10 +83,10 @@ def settle(loops: Loops) -> None:
     hooks of the end, count an epoch twice, or train the next epoch as the same.
     """
     place = place_of(loops)
-    if place is Place.BETWEEN_EPOCHS:
+    if place is ResumePlace.BETWEEN_EPOCHS:
         _complete(loops, _EPOCHS)
         _complete(loops, _BATCHES)
-    elif place is Place.END_OF_EPOCH and not awaits_validation(loops):
+    elif place is ResumePlace.END_OF_EPOCH and not awaits_validation(loops):
         _complete(loops, _BATCHES)
         state = loops.get(_STATE, {})
         loops[_STATE] = {**state, _STEPPED: state.get(_STEPPED, 0) + 1}

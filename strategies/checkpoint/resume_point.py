@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from megatron_lightning.strategies.checkpoint.loop_progress import (
     await_validation,
     awaits_validation,
-    leave_begun,
+    reset_unfinished,
 )
 from megatron_lightning.strategies.lightning_internals import (
     forget_restart,
@@ -120,7 +120,7 @@ class ResumePoints(pl.Callback):
             self.last = self._take(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Let a resumed epoch without batches end."""
+        """Make the epoch behind a resumed epoch without batches begin at its first batch."""
         self._has_begun = True
         forget_restart(trainer)
 
@@ -195,7 +195,7 @@ class ResumePoints(pl.Callback):
         loop = trainer.fit_loop
         loops = loop_state(loop)
         batches: Any = loop.epoch_loop.batch_progress.total
-        leave_begun(loops)
+        reset_unfinished(loops)
         is_at_batch_end = trainer.training and batches.processed > batches.completed
         if is_at_batch_end and is_validation_due(trainer):
             await_validation(loops)
@@ -216,7 +216,7 @@ class ResumePoints(pl.Callback):
         return replace(point, **self.loaded)
 
 
-class EpochStarts(pl.Callback):
+class EpochStartRecorder(pl.Callback):
     """Record the resume point at the start of an epoch, before the callbacks of the user.
 
     Args:

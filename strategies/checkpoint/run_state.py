@@ -34,7 +34,7 @@ from megatron_lightning.pipeline.batch.metrics import check_persistent_states
 from megatron_lightning.strategies.checkpoint.global_batch import step_size
 from megatron_lightning.strategies.checkpoint.loop_progress import (
     Loops,
-    Place,
+    ResumePlace,
     awaits_validation,
     has_begun,
     place_of,
@@ -207,7 +207,7 @@ class RunState:
             trainer.fit_loop.epoch_loop.max_steps = steps + 1
 
     def begin_validation(self, trainer: pl.Trainer) -> None:
-        """Let a run without steps end after the validation that it was resumed for."""
+        """Restore ``max_steps``, raised so that a run without steps does its pending validation."""
         if self._max_steps is not None:
             trainer.fit_loop.epoch_loop.max_steps = self._max_steps
             self._max_steps = None
@@ -235,9 +235,9 @@ class RunState:
         samplers = training_samplers(trainer)
         if len(samplers) == len(training_loaders(trainer)):
             undo.callback(hide_repeated_data())
-        if place is not Place.IN_EPOCH and loops["state_dict"].get("combined_loader"):
+        if place is not ResumePlace.IN_EPOCH and loops["state_dict"].get("combined_loader"):
             enter_pass(trainer)
-        if place is Place.IN_EPOCH:
+        if place is ResumePlace.IN_EPOCH:
             for sampler, position in zip(samplers, self._positions, strict=False):
                 sampler.load_state_dict(position)
             # Workers fetched ahead before the position was known.
@@ -246,9 +246,9 @@ class RunState:
         states = self._other_states.get("loaders", ())
         for generator, drawn in zip(training_generators(trainer), states, strict=False):
             generator.set_state(drawn)
-        if place is Place.BETWEEN_EPOCHS or not has_begun(loops):
+        if place is ResumePlace.BETWEEN_EPOCHS or not has_begun(loops):
             begin_epoch(trainer)
-        elif place is Place.END_OF_EPOCH and not awaits_validation(loops):
+        elif place is ResumePlace.END_OF_EPOCH and not awaits_validation(loops):
             end_epoch(trainer)
 
     def _restore_validation(self, trainer: pl.Trainer, loops: Loops) -> None:
