@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.assembly.replicas import _sketch
-from megatron_lightning.bridge.new_rows import _row
 from megatron_lightning.data.mock import MockGPTDataset
 from megatron_lightning.optim.stepping.probe import _random
 from megatron_lightning.parallel.rng import RngStreams
@@ -31,7 +30,6 @@ def _adapter() -> Tensor:
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "adapters": _adapter,
-    "rows of new tokens": lambda: _row("input", "<a>", 4, 1.0),
     "probes": lambda: _random((4, 3), torch.Generator().manual_seed(0)),
     "sketches": lambda: _sketch(VALUES),
     "seeds": lambda: torch.tensor(
