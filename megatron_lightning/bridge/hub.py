@@ -109,6 +109,7 @@ def _is_absent(error: Exception) -> bool:
     """Return whether an error says that a file does not exist, or is not in the cache offline. A
     request without an answer ends in an error of the cache, too.
     """
+    require("huggingface_hub", "a folder of Hugging Face")
     from huggingface_hub.errors import (
         EntryNotFoundError,
         LocalEntryNotFoundError,
