@@ -26,10 +26,10 @@ from benchmarks import machine
 from benchmarks.command_line import parser_of
 from megatron_lightning.bridge import AutoBridge
 from megatron_lightning.modules import HuggingFaceModule
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.peft import LoRA
 from megatron_lightning.planning import memory
-from megatron_lightning.planning.adapters import AdapterSizes
+from megatron_lightning.planning.ledger.adapter_memory import AdapterSizes
 from megatron_lightning.strategies import MegatronStrategy
 
 BASES = (None, "blockwise", "mxfp8", "nvfp4")

@@ -34,14 +34,14 @@ from benchmarks.context_counts import (
 )
 from benchmarks.ranks import run
 from benchmarks.statistics import Ratio, ratio_of_medians
+from megatron_lightning.layers.attention.sequence_info import Documents, SequenceInfo
 from megatron_lightning.layers.context.backends import BACKENDS
 from megatron_lightning.layers.context.blocks import visible_blocks
 from megatron_lightning.layers.context.kernels import Inputs, Output, kernel_for
 from megatron_lightning.layers.context.local import LocalAttention
 from megatron_lightning.layers.context.merged import Merged, Sharing
-from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
-from megatron_lightning.parallel.context import ALONE
+from megatron_lightning.parallel.grid.context import ALONE
 from megatron_lightning.parallel.sequence import SequencePart
 
 HEADS, GROUPS, HEAD_SIZE, BATCH = 8, 8, 64, 1

@@ -35,12 +35,12 @@ import numpy as np
 
 from benchmarks import machine
 from benchmarks.statistics import Ratio, ratio_of_medians
-from megatron_lightning.data.blend import blend_index, normalized
-from megatron_lightning.data.blended import BlendedDataset, BlendSpec
-from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig
-from megatron_lightning.data.gpt_index import build_indices, plan_epochs
-from megatron_lightning.data.indexed import IndexedDatasetWriter
-from megatron_lightning.data.merge import merge
+from megatron_lightning.data.indexed.indexed_files import IndexedDatasetWriter
+from megatron_lightning.data.indexed.indexed_merge import merge
+from megatron_lightning.data.pretraining.blend_order import blend_index, normalized
+from megatron_lightning.data.pretraining.blended import BlendedDataset, BlendSpec
+from megatron_lightning.data.pretraining.gpt_index import build_indices, plan_epochs
+from megatron_lightning.data.pretraining.gpt_samples import GPTDataset, GPTDatasetConfig
 
 MIB = 1 << 20
 WEIGHTS = {5: (0.4, 0.25, 0.2, 0.1, 0.05), 20: tuple(1 / (k + 1) for k in range(20))}

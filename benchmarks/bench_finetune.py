@@ -40,11 +40,11 @@ from benchmarks.statistics import Ratio, ratio_of_medians
 from benchmarks.teams import measure
 from benchmarks.variants import Shape, Variant, megatron, single_device
 from megatron_lightning.config import TransformerConfig
-from megatron_lightning.data.chat_template import ChatTemplate
-from megatron_lightning.data.chat_tokenizer import ChatTokenizer
-from megatron_lightning.data.packing import pack
-from megatron_lightning.data.sft import Encoder, SupervisedOptions
-from megatron_lightning.data.sources import Row
+from megatron_lightning.data.chat.chat_encoding import Encoder, SupervisedOptions
+from megatron_lightning.data.chat.chat_template import ChatTemplate
+from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
+from megatron_lightning.data.rows.packing import pack
+from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.modules import HuggingFaceModule
 from megatron_lightning.peft import LoRA
 

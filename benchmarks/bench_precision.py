@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks import machine
 from benchmarks.statistics import Ratio, ratio_of_medians
-from megatron_lightning.layers.gemm import Gemm, matmul
+from megatron_lightning.layers.linear.gemm import Gemm, matmul
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.emulation import EmulatedGemm
 from megatron_lightning.precision.recipes import Scaling

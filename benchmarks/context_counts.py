@@ -26,8 +26,8 @@ import torch
 from benchmarks.live_bytes import NetworkBytes
 from benchmarks.ranks import run
 from megatron_lightning.config import ContextOptions
+from megatron_lightning.layers.attention.sequence_info import SequenceInfo
 from megatron_lightning.layers.context.backends import BACKENDS
-from megatron_lightning.layers.sequence_info import SequenceInfo
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.parallel.sequence import SequencePart
 

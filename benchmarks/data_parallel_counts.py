@@ -31,7 +31,7 @@ from megatron_lightning.config import DataParallelOptions, TransformerConfig
 from megatron_lightning.models import GPTModel, num_parameters
 from megatron_lightning.optim import DistributedOptimizer, GradientReducer, global_grad_norm
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, cpu_exchange
-from megatron_lightning.parallel.sharding import named_shard_specs
+from megatron_lightning.parallel.shards.sharding import named_shard_specs
 
 NUM_MICROBATCHES = 3
 _KINDS = {

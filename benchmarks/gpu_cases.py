@@ -22,15 +22,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.statistics import ratio_of_medians
 from benchmarks.teams import measure
 from benchmarks.variants import VARIANTS, Shape
-from megatron_lightning.layers.attention import CoreAttention
+from megatron_lightning.layers.attention.self_attention import CoreAttention
+from megatron_lightning.layers.attention.sequence_info import Documents, SequenceInfo
 from megatron_lightning.layers.context.blocks import visible_blocks
 from megatron_lightning.layers.context.kernels import Output
 from megatron_lightning.layers.context.local import LocalAttention
 from megatron_lightning.layers.context.merged import Gradients, Merged, Sharing
-from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
-from megatron_lightning.parallel.context import ALONE
+from megatron_lightning.parallel.grid.context import ALONE
 from megatron_lightning.parallel.sequence import SequencePart
-from megatron_lightning.planning.peaks import peak_flops
+from megatron_lightning.planning.search.peaks import peak_flops
 
 Numbers = Mapping[str, Any]
 

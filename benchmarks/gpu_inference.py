@@ -27,12 +27,12 @@ import transformers
 from benchmarks.gpu_cases import Item, Numbers, gpu_times_ms
 from megatron_lightning.assembly.assemble import assemble
 from megatron_lightning.bridge import AutoBridge
-from megatron_lightning.bridge.deferred import deferred_weights
-from megatron_lightning.bridge.untouched import read_weights
+from megatron_lightning.bridge.meta_models import deferred_weights
+from megatron_lightning.bridge.transformers_model import read_weights
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.inference import Engine, EngineOptions, Sampling
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import resolve
 
 LIMIT_S = 60.0

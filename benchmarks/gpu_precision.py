@@ -24,7 +24,7 @@ from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.assignment import Assignment, apply_recipe
 from megatron_lightning.precision.backends import Chosen, Gpu, choose_backend
-from megatron_lightning.precision.history import advance
+from megatron_lightning.precision.delayed_scaling import advance
 from megatron_lightning.precision.native import find_gpu
 from megatron_lightning.precision.recipes import Scaling
 

@@ -31,8 +31,8 @@ from benchmarks.hf_families import Family, NotBuiltError
 from benchmarks.hf_training import verdict
 from megatron_lightning.bridge import AutoBridge, commands
 from megatron_lightning.bridge.export import write_folder
-from megatron_lightning.bridge.untouched import fill_weights, lazy_parameters
-from megatron_lightning.parallel.spec import Box
+from megatron_lightning.bridge.transformers_model import fill_weights, lazy_parameters
+from megatron_lightning.parallel.shards.spec import Box
 
 _YOUTU = "Stock `transformers` zeroes a row of a loaded embedding of youtu. Here the file wins."
 _MAX_BYTES = 8 << 30  # of address space: a family whose default sizes are not shrunk

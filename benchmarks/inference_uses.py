@@ -24,10 +24,10 @@ import uvicorn
 
 from benchmarks.inference_texts import cpu_seconds
 from megatron_lightning.inference import Engine, Sampling
-from megatron_lightning.inference.evaluate import sharing_of
-from megatron_lightning.inference.load import find_codec, load_engine
-from megatron_lightning.inference.server import Server, ServerSettings
-from megatron_lightning.inference.stepping import Stepping, start
+from megatron_lightning.inference.commands.evaluate import sharing_of
+from megatron_lightning.inference.commands.load import find_codec, load_engine
+from megatron_lightning.inference.serving.server import Server, ServerSettings
+from megatron_lightning.inference.serving.serving_thread import Stepping, start
 from tests.helpers.spoken import TEXT
 
 NUM_CLIENTS, NEW = 16, 48
@@ -57,7 +57,11 @@ def write_choices(folder: Path, num_documents: int) -> str:
 
 def ours(folder: str, tasks: str) -> Any:
     """Return the harness's values by the engine."""
-    from megatron_lightning.inference.harness import HarnessModel, evaluate_tasks, values_of
+    from megatron_lightning.inference.commands.harness import (
+        HarnessModel,
+        evaluate_tasks,
+        values_of,
+    )
 
     codec = find_codec(folder)
     engine = load_engine(folder, stops=codec.stops, decode=codec.decode)
@@ -71,7 +75,7 @@ def theirs(folder: str, tasks: str) -> Any:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from megatron_lightning.inference.harness import values_of
+    from megatron_lightning.inference.commands.harness import values_of
 
     return values_of(
         simple_evaluate(

@@ -19,7 +19,7 @@ from megatron_lightning.checkpoint.format.manifest import (
     StoredShard,
     TensorInfo,
 )
-from megatron_lightning.parallel.spec import Box, Shape, ShardSpec
+from megatron_lightning.parallel.shards.spec import Box, Shape, ShardSpec
 
 TENSOR, PIPELINE = 8, 16
 # Llama 3.1 405B.

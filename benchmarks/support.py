@@ -37,7 +37,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
-from megatron_lightning.strategies.launch.script import ScriptLauncher
+from megatron_lightning.strategies.launch.popen_launcher import ScriptLauncher
 
 TABLE = machine.ROOT / "docs" / "support.yaml"
 PAGE = machine.ROOT / "docs" / "support.md"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from lightning.pytorch.plugins.precision import Precision
 
-from megatron_lightning.planning.peaks import Kind, peak_flops
+from megatron_lightning.planning.search.peaks import Kind, peak_flops
 from megatron_lightning.strategies.fp8 import quantizing
 
 _SMALLEST, _LARGEST = 512, 8192  # rows of matrices

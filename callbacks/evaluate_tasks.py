@@ -7,10 +7,10 @@ from typing import Any
 import lightning.pytorch as pl
 
 from megatron_lightning.callbacks.text_callback import TextCallback
-from megatron_lightning.data.tokenizers import TokenizerType
+from megatron_lightning.data.text.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference.evaluate import check_installed, drafts_of, sharing_of
-from megatron_lightning.inference.options import EngineOptions
+from megatron_lightning.inference.commands.evaluate import check_installed, drafts_of, sharing_of
+from megatron_lightning.inference.engine.engine_options import EngineOptions
 
 
 class EvaluateTasks(TextCallback):
@@ -82,7 +82,7 @@ class EvaluateTasks(TextCallback):
         self._compute_at_validation(trainer, pl_module)
 
     def _compute(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        from megatron_lightning.inference import harness
+        from megatron_lightning.inference.commands import harness
 
         codec, engine = self._codec_and_engine(trainer, module)
         replicas = sharing_of(engine)

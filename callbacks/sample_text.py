@@ -11,13 +11,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger
 
 from megatron_lightning.callbacks.text_callback import TextCallback
-from megatron_lightning.data.tokenizers import TokenizerType
+from megatron_lightning.data.text.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference.continuation import final_text
-from megatron_lightning.inference.evaluate import drafts_of, sharing_of
-from megatron_lightning.inference.options import EngineOptions
-from megatron_lightning.inference.sampling import Sampling, check_num_samples
-from megatron_lightning.inference.text import Codec, prompt_ids
+from megatron_lightning.inference.commands.evaluate import drafts_of, sharing_of
+from megatron_lightning.inference.commands.text_codec import Codec, prompt_ids
+from megatron_lightning.inference.engine.continuation import final_text
+from megatron_lightning.inference.engine.engine_options import EngineOptions
+from megatron_lightning.inference.engine.uncached_loop import Sampling, check_num_samples
 
 
 class SampleText(TextCallback):

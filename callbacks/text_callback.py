@@ -7,12 +7,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from megatron_lightning.data.tokenizers import TokenizerType
+from megatron_lightning.data.text.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference.engine import Engine
-from megatron_lightning.inference.options import EngineOptions
-from megatron_lightning.inference.own_generate import OwnGenerate
-from megatron_lightning.inference.text import Codec
+from megatron_lightning.inference.commands.text_codec import Codec
+from megatron_lightning.inference.engine.engine_options import EngineOptions
+from megatron_lightning.inference.engine.own_generate import OwnGenerate
+from megatron_lightning.inference.engine.text_engine import Engine
 from megatron_lightning.strategies.outputs.texts import find_codec, text_engine
 
 

@@ -136,10 +136,10 @@ def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> Light
 
 _FUNCTIONS: Mapping[str, str] = types.MappingProxyType(
     {
-        "preprocess": "megatron_lightning.data.preprocess.preprocess",
-        "generate": "megatron_lightning.inference.generate.generate",
-        "evaluate": "megatron_lightning.inference.evaluate.evaluate",
-        "serve": "megatron_lightning.inference.serve.serve",
+        "preprocess": "megatron_lightning.data.text.preprocess.preprocess",
+        "generate": "megatron_lightning.inference.commands.generate.generate",
+        "evaluate": "megatron_lightning.inference.commands.evaluate.evaluate",
+        "serve": "megatron_lightning.inference.commands.serve.serve",
         "schedule": "megatron_lightning.pipeline.schedules.description.describe_schedule",
     }
 )

@@ -23,8 +23,8 @@ from megatron_lightning.config import (
 from megatron_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_lightning.parallel.grid import RankGrid
-    from megatron_lightning.parallel.layout import ParallelLayout
+    from megatron_lightning.parallel.grid.grid import RankGrid
+    from megatron_lightning.parallel.grid.layout import ParallelLayout
 
 
 def check_options(

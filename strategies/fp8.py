@@ -17,7 +17,7 @@ from megatron_lightning.assembly.part import Part
 from megatron_lightning.config.value_checks import check_kind
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.parameter_storage import ParameterStorage, PlainStorage
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.precision.backends import Backend, Chosen, choose_backend
 from megatron_lightning.precision.native import find_gpu
 from megatron_lightning.precision.quantized_layers import QuantizedLayers, RecipeLayers

@@ -49,10 +49,10 @@ from megatron_lightning.config import (
     RecomputeOptions,
     StartMethod,
 )
-from megatron_lightning.parallel.context import GROUPS
-from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.nccl import read_nccl_options
-from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.parallel.grid.context import GROUPS
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.parallel.grid.nccl import read_nccl_options
+from megatron_lightning.parallel.shards.sharding import ShardingPlan
 from megatron_lightning.pipeline import schedules
 from megatron_lightning.rules import (
     check_levels,

@@ -29,18 +29,18 @@ from megatron_lightning.assembly.compile import compile_blocks, fills_cache, unc
 from megatron_lightning.assembly.describe import describe_layout, describe_sequence_parallel
 from megatron_lightning.assembly.fsdp import check_unsharded, is_sharded, local_size, shard_units
 from megatron_lightning.assembly.fused_loss import fuse_losses
-from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_replicas
-from megatron_lightning.bridge.deferred import deferred_weights, has_pending
+from megatron_lightning.assembly.state.module_shards import ModuleState
+from megatron_lightning.bridge.meta_models import deferred_weights, has_pending
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.magnitude import fill_magnitudes
-from megatron_lightning.layers.recompute import apply_recompute
-from megatron_lightning.layers.split_backward import join_backwards, split_backwards
+from megatron_lightning.layers.adapters.magnitude import fill_magnitudes
+from megatron_lightning.layers.linear.split_backward import join_backwards, split_backwards
+from megatron_lightning.layers.state.recompute import apply_recompute
 from megatron_lightning.models.plans.hf_plans import set_device_mesh, transformers_models
 from megatron_lightning.optim.gradients.data_groups import has_replicas
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.parameters import copy_attributes
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.shards.parameters import copy_attributes
 from megatron_lightning.peft.base_digest import check_loaded_base
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules import ScheduleChoice
@@ -115,7 +115,7 @@ def assemble_module(
 
 def _read_weights(module: pl.LightningModule, part: Part, context: ParallelContext) -> None:
     if has_pending(module):
-        from megatron_lightning.bridge.untouched import read_weights
+        from megatron_lightning.bridge.transformers_model import read_weights
 
         read_weights(module, part, context)
 

@@ -17,7 +17,7 @@ from megatron_lightning.config import (
     RecomputeOptions,
     StartMethod,
 )
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import ScheduleChoice
 
 

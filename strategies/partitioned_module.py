@@ -9,11 +9,11 @@ from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 
 from megatron_lightning.assembly.assemble import is_assembled
-from megatron_lightning.assembly.loading import FullStateLoading
-from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
+from megatron_lightning.assembly.state.module_shards import ModuleState
+from megatron_lightning.assembly.state.part_loading import FullStateLoading
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.strategies.fp8 import parameter_storage, quantizing
 from megatron_lightning.strategies.module import assemble_module, place_module
 from megatron_lightning.strategies.options import StrategyOptions

@@ -29,7 +29,7 @@ from torch.optim import LBFGS, Optimizer
 from megatron_lightning.config import LossScaleOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.loss_scale import DynamicLossScale, unscale_
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 
 
 class MegatronMixedPrecision(MixedPrecision):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_lightning.data.skipped import SkippedSamples
+from megatron_lightning.data.order.skipped import SkippedSamples
 
 
 @dataclass

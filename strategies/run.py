@@ -20,11 +20,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megatron_lightning.assembly.drawn_values import DrawnValues
-from megatron_lightning.assembly.full_state import FullState
-from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_trained_replicas
-from megatron_lightning.assembly.saving_guard import SavingGuard
+from megatron_lightning.assembly.state.full_state import FullState
+from megatron_lightning.assembly.state.module_shards import ModuleState
+from megatron_lightning.assembly.state.saving_guard import SavingGuard
 from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
@@ -65,8 +65,8 @@ from megatron_lightning.strategies.summary import hidden_example
 
 if TYPE_CHECKING:
     # Text and folders are imported on first use: most runs write none.
-    from megatron_lightning.inference.engine import Engine
-    from megatron_lightning.inference.own_generate import OwnGenerate
+    from megatron_lightning.inference.engine.own_generate import OwnGenerate
+    from megatron_lightning.inference.engine.text_engine import Engine
     from megatron_lightning.strategies.outputs.folders import LiveFolder
     from megatron_lightning.strategies.outputs.weight_stream import WeightStream
 

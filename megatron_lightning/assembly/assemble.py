@@ -25,11 +25,11 @@ from megatron_lightning.assembly.plans import (
 from megatron_lightning.assembly.replicas import equalize
 from megatron_lightning.config import ContextOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.materialize import materialize
-from megatron_lightning.parallel.sharding import ShardingPlan, parallelize
-from megatron_lightning.parallel.ties import record_ties, untied
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.parallel.shards.materialize import materialize
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, parallelize
+from megatron_lightning.parallel.shards.ties import record_ties, untied
 from megatron_lightning.pipeline.schedules.actions import Placement
 from megatron_lightning.pipeline.stages.stage import StagePartition, has_unit
 

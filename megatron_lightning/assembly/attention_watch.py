@@ -16,9 +16,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.sequence_mixer import SequenceMixer
+from megatron_lightning.layers.attention.sequence_mixer import SequenceMixer
 from megatron_lightning.layers.styles.divided_embeddings import divides_embeddings
-from megatron_lightning.parallel.absent import present_modules
+from megatron_lightning.parallel.shards.other_stages import present_modules
 
 _FOREIGN = (
     F.scaled_dot_product_attention,

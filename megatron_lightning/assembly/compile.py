@@ -22,14 +22,14 @@ from megatron_lightning.assembly.part import Part
 from megatron_lightning.compat import compiled
 from megatron_lightning.config import CompileOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.linear_loss import TakesLoss
+from megatron_lightning.layers.losses.linear_loss import TakesLoss
 from megatron_lightning.layers.moe.layer import MoELayer
-from megatron_lightning.layers.recompute import (
+from megatron_lightning.layers.state.recompute import (
     draws_from_streams,
     recomputed_forward,
     replace_recomputed,
 )
-from megatron_lightning.parallel.absent import is_absent
+from megatron_lightning.parallel.shards.other_stages import is_absent
 from megatron_lightning.pipeline.schedules.partition import is_layer, unit_names
 from megatron_lightning.pipeline.stages.units import find_pipelined
 

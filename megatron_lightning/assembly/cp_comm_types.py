@@ -15,7 +15,7 @@ from torch import nn
 from megatron_lightning.config import CPCommType
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.styles import ContextAttention
-from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.parallel.shards.sharding import ShardingPlan
 
 
 def assign_cp_comm_types(

@@ -19,11 +19,11 @@ from megatron_lightning.assembly.partition import Stages, find_stages
 from megatron_lightning.assembly.plans import PlanChoice, Plans, resolve_plans
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import ShardingPlan, named_shard_specs
-from megatron_lightning.parallel.spec import ShardSpec
-from megatron_lightning.parallel.ties import shared_names
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, named_shard_specs
+from megatron_lightning.parallel.shards.spec import ShardSpec
+from megatron_lightning.parallel.shards.ties import shared_names
 from megatron_lightning.pipeline.schedules.actions import Placement
 
 _HEADER = ("module", "stage", "style", "local shape", "axes")

@@ -9,7 +9,7 @@ from torch import nn
 from megatron_lightning.assembly.draws import check_draws, equal_shards
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.stage_draws import StageDraws
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 
 
 class DrawnValues:

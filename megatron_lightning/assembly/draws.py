@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lightning.assembly.replicas import diverged, fingerprints
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers.gemm import is_quantized
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.layers.linear.gemm import is_quantized
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.shards.spec import ShardSpec
 
 
 def check_draws(

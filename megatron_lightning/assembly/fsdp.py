@@ -18,8 +18,8 @@ from megatron_lightning.config import DataParallelOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.fsdp.fully_sharded import ShardedUnits
 from megatron_lightning.optim.gradients.parameter_shard import main_dtype
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.materialize import initial_value, is_left_empty, materialize
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.shards.materialize import initial_value, is_left_empty, materialize
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -1,8 +1,8 @@
 """Losses of untouched ``transformers`` models in chunks, without the logits of all tokens.
 
 Hooks around the call of a causal language model with ``labels`` let its output layer await the loss
-(:mod:`megatron_lightning.layers.pending_logits`). Under tensor parallelism the ranks exchange a few
-numbers a token, not logits. The forward stays the model's.
+(:mod:`megatron_lightning.layers.losses.lazy_logits`). Under tensor parallelism the ranks exchange a
+few numbers a token, not logits. The forward stays the model's.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_lightning.layers.adaptable import restore
-from megatron_lightning.layers.pending_logits import AwaitedLoss, PendingLogits
+from megatron_lightning.layers.adapters.adaptable import restore
+from megatron_lightning.layers.losses.lazy_logits import AwaitedLoss, PendingLogits
 from megatron_lightning.models.awaited_losses import begin_awaiting, habits_of
 from megatron_lightning.models.plans.hf_plans import transformers_models
 

@@ -1,10 +1,10 @@
 """Find user hooks that see a shard instead of the full tensor.
 
-A layer refuses hooks registered before the layer becomes parallel (``layers/replaceable.py``). A
-hook may also come later, or sit on a module between two parallel layers. Before the first batch of
-every epoch and every evaluation, the watch therefore lists the modules with new hooks. After the
-batch the watch compares the modules' inputs, outputs and gradients between the tensor-parallel
-ranks.
+A layer refuses hooks registered before the layer becomes parallel
+(``layers/linear/replaceable.py``). A hook may also come later, or sit on a module between two
+parallel layers. Before the first batch of every epoch and every evaluation, the watch therefore
+lists the modules with new hooks. After the batch the watch compares the modules' inputs, outputs
+and gradients between the tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.plan_watch import uncompiled
 from megatron_lightning.assembly.rank_sums import DIFFERENT, RankSums
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.origin import is_library
-from megatron_lightning.parallel.parameters import check_gradient_hooks
+from megatron_lightning.parallel.shards.parameters import check_gradient_hooks
 
 _GRADIENTS = ("gradient of its input", "gradient of its output")
 # Attribute for the hooks of a module, and the tensors seen by the hooks after the module itself.

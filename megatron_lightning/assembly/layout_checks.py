@@ -16,11 +16,11 @@ from megatron_lightning.config import (
     RecomputeOptions,
 )
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.recompute import check_patterns
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import ShardingPlan
-from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.layers.state.recompute import check_patterns
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.parallel.shards.sharding import ShardingPlan
+from megatron_lightning.parallel.shards.spec import ShardSpec
 from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.pipeline.stages.stage import StagePartition
 from megatron_lightning.pipeline.stages.units import find_pipelined

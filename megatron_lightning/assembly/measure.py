@@ -33,10 +33,10 @@ from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.config.measured import UnitMeasure
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import named_shard_specs
-from megatron_lightning.parallel.ties import shared_names
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.parallel.shards.sharding import named_shard_specs
+from megatron_lightning.parallel.shards.ties import shared_names
 from megatron_lightning.pipeline.schedules.actions import Placement
 from megatron_lightning.pipeline.schedules.partition import Unit, unit_names
 from megatron_lightning.pipeline.schedules.stage_layouts import split_units

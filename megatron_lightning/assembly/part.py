@@ -11,9 +11,9 @@ from torch import nn
 
 from megatron_lightning.assembly.plans import Plans
 from megatron_lightning.optim.fsdp.fully_sharded import ShardedUnits
-from megatron_lightning.parallel.sharding import named_shard_specs
-from megatron_lightning.parallel.spec import ShardSpec
-from megatron_lightning.parallel.ties import tied_names
+from megatron_lightning.parallel.shards.sharding import named_shard_specs
+from megatron_lightning.parallel.shards.spec import ShardSpec
+from megatron_lightning.parallel.shards.ties import tied_names
 from megatron_lightning.pipeline.stages.stage import StagePartition
 
 

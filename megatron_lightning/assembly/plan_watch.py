@@ -13,7 +13,7 @@ Between tensor-parallel ranks these must be equal or must differ:
 - A zero gradient shows nothing. The gradient of a LoRA adapter's A is zero while B is zero. A zero
   gradient is compared again after 2, 4, 8, ... pipeline runs, until no longer zero.
 - The output of the parallel module and the loss are equal, unless the plan says otherwise. Losses
-  are compared again when ranks look for written weights (``optim/stepping/written.py``).
+  are compared again when ranks look for written weights (``optim/stepping/external_writes.py``).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from megatron_lightning.assembly.compile import is_compiled
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.rank_sums import DIFFERENT, RankSums, Spread
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers.linear import ColumnParallelLinear
-from megatron_lightning.layers.local_logits import are_local
-from megatron_lightning.layers.pending_logits import PendingLogits
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.sharding import ShardingPlan, gathered_input
+from megatron_lightning.layers.linear.parallel_linear import ColumnParallelLinear
+from megatron_lightning.layers.losses.lazy_logits import PendingLogits
+from megatron_lightning.layers.losses.local_logits import are_local
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, gathered_input
 
 _LOSS_DIFFERS: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float64: 1e-4}
 """Of a loss, relative to the norm. 2e-2 in lower precision. Losses of two shards of a sequence are

@@ -17,9 +17,9 @@ from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.styles import DispatchedExperts
 from megatron_lightning.models.plans.gathered import auto_plan
 from megatron_lightning.models.plans.hf_plans import transformers_models, transformers_plan
-from megatron_lightning.parallel.attachments import base_layer
-from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import (
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.parallel.shards.attachments import base_layer
+from megatron_lightning.parallel.shards.sharding import (
     ShardingPlan,
     check_plan,
     sharding_plans,

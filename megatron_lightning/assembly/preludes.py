@@ -21,7 +21,7 @@ from types import CodeType
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.patterns import compile_pattern
+from megatron_lightning.parallel.shards.patterns import compile_pattern
 from megatron_lightning.pipeline.schedules.partition import (
     STAGE_END,
     Unit,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 
 DIFFERENT = 0.05
 """Of a tensor's norm. Kernels without a fixed order of summation differ by less. Two shards differ

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers.gemm import is_quantized
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.spec import ShardSpec
-from megatron_lightning.parallel.stored_weight import plain_tensors
+from megatron_lightning.layers.linear.gemm import is_quantized
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.shards.spec import ShardSpec
+from megatron_lightning.parallel.shards.stored_weight import plain_tensors
 from megatron_lightning.pipeline.batch.microbatches import tensors_of
 
 _FINGERPRINT_BYTES = 2 << 20

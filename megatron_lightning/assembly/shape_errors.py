@@ -15,9 +15,9 @@ from typing import NamedTuple
 from torch import nn
 
 from megatron_lightning.errors import MegatronLightningError, ShardingError
-from megatron_lightning.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.layers.linear.parallel_linear import ColumnParallelLinear, RowParallelLinear
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.shards.sharding import ShardingPlan
 
 _MOST_ROWS = 3  # suggested in a message
 _MEETING = re.compile(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.pipeline.channel import StageTensors
 from megatron_lightning.pipeline.executor import KnownBoundaries, PipelineExecutor
 from megatron_lightning.pipeline.schedules import forward_only, sweep

@@ -12,17 +12,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from megatron_lightning.bridge.deferred import is_deferred
 from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.folder_model import FolderModel
+from megatron_lightning.bridge.folder_record import KeptFolder, read_kept, remember
 from megatron_lightning.bridge.from_config import new_folder
 from megatron_lightning.bridge.gpt import build_gpt_model, gpt_config
 from megatron_lightning.bridge.hub import local_folder
-from megatron_lightning.bridge.kept import KeptFolder, read_kept, remember
 from megatron_lightning.bridge.lazy import Lazy
-from megatron_lightning.bridge.remembered import remember_new
+from megatron_lightning.bridge.meta_models import is_deferred
+from megatron_lightning.bridge.remembered_folders import remember_new
 from megatron_lightning.bridge.torch_dist import is_megatron
-from megatron_lightning.bridge.untouched import (
+from megatron_lightning.bridge.transformers_model import (
     UNCHANGED,
     Change,
     defer_weights,
@@ -37,7 +37,7 @@ from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.optional import require
-from megatron_lightning.parallel.spec import Box
+from megatron_lightning.parallel.shards.spec import Box
 
 ModelKind = Literal["transformers", "gpt"]
 

@@ -39,7 +39,7 @@ from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.format.streaming import slabs
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.context import ALONE, AxisGroup
+from megatron_lightning.parallel.grid.context import ALONE, AxisGroup
 
 _CHUNK_BYTES = 64 << 20  # largest box in memory
 

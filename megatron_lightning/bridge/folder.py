@@ -34,7 +34,7 @@ from megatron_lightning.bridge.safetensors_file import (
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
-from megatron_lightning.parallel.spec import Box, Shape
+from megatron_lightning.parallel.shards.spec import Box, Shape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"

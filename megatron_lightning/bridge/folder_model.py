@@ -22,13 +22,13 @@ from megatron_lightning.bridge.configuration import (
 )
 from megatron_lightning.bridge.families import family_for, family_of
 from megatron_lightning.bridge.folder import FolderTensors, HuggingFaceFolder
+from megatron_lightning.bridge.folder_record import ChangedTable, KeptFolder, keep
 from megatron_lightning.bridge.gpt import GPTFolder
-from megatron_lightning.bridge.kept import ChangedTable, KeptFolder, keep
+from megatron_lightning.bridge.inverse import Piece, assembled, inverse, uses_of
 from megatron_lightning.bridge.lazy import Fill, Lazy
-from megatron_lightning.bridge.pieces import Piece, assembled, inverse, uses_of
 from megatron_lightning.bridge.quantized import DequantizedFolder, quantization_of
 from megatron_lightning.bridge.rules import Family
-from megatron_lightning.bridge.untouched import (
+from megatron_lightning.bridge.transformers_model import (
     UNCHANGED,
     Change,
     fits,

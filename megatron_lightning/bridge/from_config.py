@@ -11,9 +11,9 @@ import torch
 
 from megatron_lightning.bridge.configuration import CONFIG, config_text
 from megatron_lightning.bridge.folder import INDEX
-from megatron_lightning.bridge.kept import KeptFolder
+from megatron_lightning.bridge.folder_record import KeptFolder
 from megatron_lightning.bridge.new_files import new_files
-from megatron_lightning.bridge.untouched import saved_table
+from megatron_lightning.bridge.transformers_model import saved_table
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optional import require

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_lightning.bridge.deferred import is_deferred
 from megatron_lightning.bridge.folder import FolderTensors
+from megatron_lightning.bridge.inverse import Piece, inverse
 from megatron_lightning.bridge.lazy import Lazy
-from megatron_lightning.bridge.pieces import Piece, inverse
+from megatron_lightning.bridge.meta_models import is_deferred
 from megatron_lightning.bridge.rules import (
     WORDS,
     Family,
@@ -27,15 +27,15 @@ from megatron_lightning.bridge.rules import (
     to_config,
 )
 from megatron_lightning.bridge.settings import differing, flat
-from megatron_lightning.bridge.untouched import defer_values
+from megatron_lightning.bridge.transformers_model import defer_values
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.config.class_paths import config_of_checkpoint
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.router_loss import coefficient_of
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.parallel.materialize import leave_empty, materialize
-from megatron_lightning.parallel.spec import Box
+from megatron_lightning.parallel.shards.materialize import leave_empty, materialize
+from megatron_lightning.parallel.shards.spec import Box
 
 
 class GPTFolder:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.bridge.auto import AutoBridge, ModelKind
+from megatron_lightning.bridge.folder_record import KeptFolder
 from megatron_lightning.bridge.gpt import tied_names_of
-from megatron_lightning.bridge.kept import KeptFolder
 from megatron_lightning.bridge.lazy import Lazy
-from megatron_lightning.bridge.untouched import lazy_parameters
+from megatron_lightning.bridge.transformers_model import lazy_parameters
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.format.naming import OWN
 from megatron_lightning.checkpoint.format.streaming import (
@@ -28,7 +28,7 @@ from megatron_lightning.checkpoint.kept_files import KEPT
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.param_groups import DEFAULT_GROUP, NO_DECAY
-from megatron_lightning.parallel.spec import Box
+from megatron_lightning.parallel.shards.spec import Box
 
 _MODEL = "model"  # path of the model in HuggingFaceModule
 _FILE_BYTES = 4 << 30

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel.spec import Shape
+from megatron_lightning.parallel.shards.spec import Shape
 
 _MAX_ENTRY_BYTES = 1 << 16
 _STORAGES: Mapping[str, torch.dtype] = {

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.spec import Box
+from megatron_lightning.parallel.shards.spec import Box
 
 Fill = Callable[[Box, Tensor], None]
 """Writes the values of a box into a tensor of the box's shape, of any strides and dtype."""

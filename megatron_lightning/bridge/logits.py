@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.sample_inputs import first_output, sample_inputs
-from megatron_lightning.bridge.untouched import fill_weights, lazy_parameters
+from megatron_lightning.bridge.transformers_model import fill_weights, lazy_parameters
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.models.transformer import GPTModel
 

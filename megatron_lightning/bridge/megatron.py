@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron_lightning.bridge.auto import AutoBridge, ModelKind
 from megatron_lightning.bridge.folder import INDEX, PICKLE, SINGLE
+from megatron_lightning.bridge.folder_record import KeptFolder
 from megatron_lightning.bridge.hub import local_folder
-from megatron_lightning.bridge.kept import KeptFolder
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.new_files import new_files
 from megatron_lightning.bridge.rules import OUTPUT, WORDS, new_shapes, to_config
@@ -29,7 +29,7 @@ from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.models.blueprint import LAYER, model_weights, saved_tensors
-from megatron_lightning.parallel.spec import Box, Shape
+from megatron_lightning.parallel.shards.spec import Box, Shape
 
 _STATES: Mapping[str, tuple[str, ...]] = {
     "exp_avg": ("exp_avg",),

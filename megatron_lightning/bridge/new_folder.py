@@ -30,7 +30,7 @@ from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.models.blueprint import saved_tensors
 from megatron_lightning.optional import require
-from megatron_lightning.parallel.spec import Box
+from megatron_lightning.parallel.shards.spec import Box
 
 _CARD = """---
 library_name: transformers

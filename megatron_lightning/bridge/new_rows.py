@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from megatron_lightning.bridge.configuration import CONFIG, config_text, with_vocabulary_size
 from megatron_lightning.bridge.folder_model import FolderModel
-from megatron_lightning.bridge.kept import ChangedTable, KeptFolder, keep
+from megatron_lightning.bridge.folder_record import ChangedTable, KeptFolder, keep
+from megatron_lightning.bridge.inverse import uses_of
 from megatron_lightning.bridge.lazy import Fill, Lazy
-from megatron_lightning.bridge.pieces import uses_of
-from megatron_lightning.bridge.untouched import lazy_parameters, pending_tensors
+from megatron_lightning.bridge.transformers_model import lazy_parameters, pending_tensors
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.spec import Box, Shape
+from megatron_lightning.parallel.shards.spec import Box, Shape
 
 _MULTIPLE = 64
 _SLAB_ROWS = 4096

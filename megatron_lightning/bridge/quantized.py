@@ -28,7 +28,7 @@ from megatron_lightning.bridge.new_files import new_files
 from megatron_lightning.bridge.safetensors_file import StoredTensor
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.errors import CheckpointError, ConfigError
-from megatron_lightning.parallel.spec import Box, Shape
+from megatron_lightning.parallel.shards.spec import Box, Shape
 
 METHODS = ("fp8", "mxfp4")
 """Supported values of ``quant_method``."""

@@ -6,7 +6,7 @@ family speaks of ranks: a rank reads the boxes of local shards, since rows run o
 
 The key of a row of weights is a pattern of our names. ``*`` stands for a part of a name between
 dots. The value of a row is the patterns of their names, with as many ``*``. A :mod:`move
-<megatron_lightning.bridge.moves>` precedes the patterns unless the tensor is copied unchanged.
+<megatron_lightning.bridge.tensor_ops>` precedes the patterns unless the tensor is copied unchanged.
 ``#`` stands for every expert. Layers of multi-token prediction count as layers behind the last
 layer, with the rows of layers.
 
@@ -25,7 +25,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from megatron_lightning.bridge.lazy import Lazy
-from megatron_lightning.bridge.moves import Copied, Move
 from megatron_lightning.bridge.settings import (
     Row,
     Settings,
@@ -35,11 +34,12 @@ from megatron_lightning.bridge.settings import (
     differing,
     flat,
 )
+from megatron_lightning.bridge.tensor_ops import Copied, Move
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.models.blueprint import LAYER, PREDICTING, saved_tensors
 from megatron_lightning.optional import require
-from megatron_lightning.parallel.spec import Box, Shape
+from megatron_lightning.parallel.shards.spec import Box, Shape
 
 Sources = str | tuple[Move | str, ...]
 

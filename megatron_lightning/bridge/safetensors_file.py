@@ -17,7 +17,7 @@ import torch
 
 from megatron_lightning.checkpoint.format.manifest import DTYPE_CODES
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.spec import Shape
+from megatron_lightning.parallel.shards.spec import Shape
 
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the format."""

@@ -12,10 +12,10 @@ import torch
 
 from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.folder import FolderTensors
-from megatron_lightning.bridge.kept import KeptFolder
+from megatron_lightning.bridge.folder_record import KeptFolder
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.new_folder import NewFolder
-from megatron_lightning.bridge.untouched import lazy_model
+from megatron_lightning.bridge.transformers_model import lazy_model
 from megatron_lightning.optional import require
 
 

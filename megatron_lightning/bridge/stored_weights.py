@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_lightning.assembly.module_shards import ModuleState
+from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.parallel.collectives import all_reduce
-from megatron_lightning.parallel.digest import hash_of_shards
-from megatron_lightning.parallel.spec import Box, Shard, ShardSpec
-from megatron_lightning.parallel.stored_weight import StoredWeight
+from megatron_lightning.parallel.shards.digest import hash_of_shards
+from megatron_lightning.parallel.shards.spec import Box, Shard, ShardSpec
+from megatron_lightning.parallel.shards.stored_weight import StoredWeight
 
 
 def read_stored(state: ModuleState, name: str, tensor: Tensor, lazy: Lazy) -> int:

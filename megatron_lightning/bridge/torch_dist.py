@@ -28,7 +28,7 @@ from megatron_lightning.bridge.inert_pickle import Record, read_archive, unpickl
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.mapped_files import MappedFiles, file_status
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
-from megatron_lightning.parallel.spec import Box, Shape
+from megatron_lightning.parallel.shards.spec import Box, Shape
 
 TRACKER, ABOUT, TABLE = "latest_checkpointed_iteration.txt", "metadata.json", ".metadata"
 _FORMAT = "torch_dist"

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.assembly.full_state import FullState
+from megatron_lightning.assembly.state.full_state import FullState
 from megatron_lightning.bridge.lazy import Fill, Lazy
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError, ConfigError
-from megatron_lightning.parallel.spec import Box, Shard
+from megatron_lightning.parallel.shards.spec import Box, Shard
 from megatron_lightning.peft.merge import deltas_in, merged_fills
-from megatron_lightning.precision.frozen_base import check_values
+from megatron_lightning.precision.qlora.frozen_base import check_values
 
 
 def fills_of_checkpoint(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron_lightning.checkpoint.saving import save_sharded
     from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
     from megatron_lightning.checkpoint.tools.consolidation import consolidate, plain_file, read_full
-    from megatron_lightning.parallel.tensor_shards import TensorShards
+    from megatron_lightning.parallel.shards.tensor_shards import TensorShards
 
 __all__ = [
     "CheckpointSource",
@@ -37,7 +37,7 @@ lazy_attributes(
     __name__,
     {
         "CheckpointSource": "megatron_lightning.checkpoint.source",
-        "TensorShards": "megatron_lightning.parallel.tensor_shards",
+        "TensorShards": "megatron_lightning.parallel.shards.tensor_shards",
         "consolidate": "megatron_lightning.checkpoint.tools.consolidation",
         "is_committed": "megatron_lightning.checkpoint.commit",
         "load_sharded": "megatron_lightning.checkpoint.loading",

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from megatron_lightning.checkpoint.saving import Snapshot
-from megatron_lightning.parallel.spec import Shard
+from megatron_lightning.parallel.shards.spec import Shard
 
 _ALIGN_BYTES = 64
 

@@ -6,7 +6,7 @@ A checkpoint, directory or plain file, keeps the files in the state under ``"hug
     {path of a model in the LightningModule: {
         "origin": folder or Hub id, "revision": branch, tag or commit,
         "files": {name: {"packed": zlib's bytes, "bytes": size, "sha256": digest}},
-        "tables": {name of a weight file: its header}, "carried": …   # of bridge.kept
+        "tables": {name of a weight file: its header}, "carried": …   # of bridge.folder_record
     }}
 
 Any tool can read the tokenizer from a checkpoint, without folder and weights::

@@ -19,9 +19,9 @@ from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.replicas import MIN_SPLIT_BYTES, divide_shard
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.context import ALONE, AxisGroup
-from megatron_lightning.parallel.spec import Shard
-from megatron_lightning.parallel.tensor_shards import TensorShards
+from megatron_lightning.parallel.grid.context import ALONE, AxisGroup
+from megatron_lightning.parallel.shards.spec import Shard
+from megatron_lightning.parallel.shards.tensor_shards import TensorShards
 
 
 class LoadReport(NamedTuple):

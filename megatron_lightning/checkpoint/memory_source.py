@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.checkpoint.stored_tensor import StoredTensor
-from megatron_lightning.parallel.spec import Shard
+from megatron_lightning.parallel.shards.spec import Shard
 
 
 class MemorySource:

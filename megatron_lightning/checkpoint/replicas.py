@@ -5,8 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 
-from megatron_lightning.parallel.spec import Shard, shard_range
-from megatron_lightning.parallel.tensor_shards import TensorShards
+from megatron_lightning.parallel.shards.spec import Shard, shard_range
+from megatron_lightning.parallel.shards.tensor_shards import TensorShards
 
 MIN_SPLIT_BYTES = 4 << 20
 """Shards up to this size are not split among replicas."""

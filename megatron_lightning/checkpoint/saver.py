@@ -23,7 +23,7 @@ from megatron_lightning.checkpoint.background import BackgroundJob, HostBuffer
 from megatron_lightning.checkpoint.saving import Snapshot
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from megatron_lightning.checkpoint.format.plain_state import dump_state
 from megatron_lightning.checkpoint.format.shard_file import WrittenFile, write_shards
 from megatron_lightning.checkpoint.replicas import written_shards
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.context import ALONE, AxisGroup
-from megatron_lightning.parallel.spec import Shard
-from megatron_lightning.parallel.tensor_shards import TensorShards
+from megatron_lightning.parallel.grid.context import ALONE, AxisGroup
+from megatron_lightning.parallel.shards.spec import Shard
+from megatron_lightning.parallel.shards.tensor_shards import TensorShards
 
 _MAX_FILE_BYTES = 4 << 30
 

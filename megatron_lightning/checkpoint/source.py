@@ -38,8 +38,8 @@ from megatron_lightning.checkpoint.format.storage import (
 )
 from megatron_lightning.checkpoint.format.structure import check_structure
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
-from megatron_lightning.parallel.context import ALONE, AxisGroup
-from megatron_lightning.parallel.spec import Shard
+from megatron_lightning.parallel.grid.context import ALONE, AxisGroup
+from megatron_lightning.parallel.shards.spec import Shard
 
 _MISSING = (b"", b"")
 _READ_THREADS = 4

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megatron_lightning.checkpoint.source import CheckpointSource
-from megatron_lightning.parallel.spec import Shard
+from megatron_lightning.parallel.shards.spec import Shard
 
 _ASKED = {
     getattr(Tensor, name).__get__

@@ -12,8 +12,8 @@ from megatron_lightning.checkpoint.agreement import together
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.spec import Shape, Shard
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.shards.spec import Shape, Shard
 
 
 class ResizedVocabulary:

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatchSampler
-    from megatron_lightning.data.fim import FillInTheMiddle
-    from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig
-    from megatron_lightning.data.indexed import IndexedDataset, IndexedDatasetWriter
-    from megatron_lightning.data.masked import BertDataset, T5Dataset
-    from megatron_lightning.data.masked_config import BertDatasetConfig, T5DatasetConfig
-    from megatron_lightning.data.tokenizer_kinds import (
+    from megatron_lightning.data.indexed.indexed_files import IndexedDataset, IndexedDatasetWriter
+    from megatron_lightning.data.masked.masked_config import BertDatasetConfig, T5DatasetConfig
+    from megatron_lightning.data.masked.masked_samples import BertDataset, T5Dataset
+    from megatron_lightning.data.order.batch_size import BatchSizeSchedule, ScheduledBatchSampler
+    from megatron_lightning.data.pretraining.fim import FillInTheMiddle
+    from megatron_lightning.data.pretraining.gpt_samples import GPTDataset, GPTDatasetConfig
+    from megatron_lightning.data.text.tokenizer_kinds import (
         ByteTokenizer,
         JsonTokenizer,
         NullTokenizer,
         PlainTokenizer,
         TiktokenTokenizer,
     )
-    from megatron_lightning.data.tokenizers import Tokenizer, load_tokenizer
+    from megatron_lightning.data.text.tokenizers import Tokenizer, load_tokenizer
 
 __all__ = [
     "BatchSizeSchedule",
@@ -46,17 +46,17 @@ __all__ = [
 lazy_attributes(
     __name__,
     {
-        "BatchSizeSchedule": "megatron_lightning.data.batch_size",
-        "ScheduledBatchSampler": "megatron_lightning.data.batch_size",
-        "FillInTheMiddle": "megatron_lightning.data.fim",
-        "GPTDataset": "megatron_lightning.data.gpt",
-        "GPTDatasetConfig": "megatron_lightning.data.gpt",
-        "IndexedDataset": "megatron_lightning.data.indexed",
-        "IndexedDatasetWriter": "megatron_lightning.data.indexed",
-        "BertDataset": "megatron_lightning.data.masked",
-        "BertDatasetConfig": "megatron_lightning.data.masked_config",
-        "T5Dataset": "megatron_lightning.data.masked",
-        "T5DatasetConfig": "megatron_lightning.data.masked_config",
+        "BatchSizeSchedule": "megatron_lightning.data.order.batch_size",
+        "ScheduledBatchSampler": "megatron_lightning.data.order.batch_size",
+        "FillInTheMiddle": "megatron_lightning.data.pretraining.fim",
+        "GPTDataset": "megatron_lightning.data.pretraining.gpt_samples",
+        "GPTDatasetConfig": "megatron_lightning.data.pretraining.gpt_samples",
+        "IndexedDataset": "megatron_lightning.data.indexed.indexed_files",
+        "IndexedDatasetWriter": "megatron_lightning.data.indexed.indexed_files",
+        "BertDataset": "megatron_lightning.data.masked.masked_samples",
+        "BertDatasetConfig": "megatron_lightning.data.masked.masked_config",
+        "T5Dataset": "megatron_lightning.data.masked.masked_samples",
+        "T5DatasetConfig": "megatron_lightning.data.masked.masked_config",
         **dict.fromkeys(
             (
                 "ByteTokenizer",
@@ -65,9 +65,9 @@ lazy_attributes(
                 "PlainTokenizer",
                 "TiktokenTokenizer",
             ),
-            "megatron_lightning.data.tokenizer_kinds",
+            "megatron_lightning.data.text.tokenizer_kinds",
         ),
-        "Tokenizer": "megatron_lightning.data.tokenizers",
-        "load_tokenizer": "megatron_lightning.data.tokenizers",
+        "Tokenizer": "megatron_lightning.data.text.tokenizers",
+        "load_tokenizer": "megatron_lightning.data.text.tokenizers",
     },
 )

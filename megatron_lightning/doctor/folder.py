@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_lightning.planning.precision import precision_of
-from megatron_lightning.planning.recipe import MeasuredRecipe, Recipe
+from megatron_lightning.planning.ledger.precision_bytes import precision_of
+from megatron_lightning.planning.recipe.recipe_reader import MeasuredRecipe, Recipe
 
 _MOMENTS_BYTES = 8  # of Adam
 _TEST_BYTES = 1 << 26

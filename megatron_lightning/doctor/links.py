@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 
 _AXES = ("tp", "cp", "dp", "pp", "ep")
 _NUM_BYTES: Mapping[str, int] = {"cuda": 1 << 26, "cpu": 1 << 22}

@@ -2,11 +2,11 @@
 commands.
 """
 
-from megatron_lightning.inference.engine import Engine
-from megatron_lightning.inference.load import load_engine
-from megatron_lightning.inference.options import EngineOptions
-from megatron_lightning.inference.sampling import Sampling, sample
-from megatron_lightning.inference.text_model import Completion, Score
+from megatron_lightning.inference.commands.load import load_engine
+from megatron_lightning.inference.engine.engine_options import EngineOptions
+from megatron_lightning.inference.engine.text_engine import Engine
+from megatron_lightning.inference.engine.text_model import Completion, Score
+from megatron_lightning.inference.engine.uncached_loop import Sampling, sample
 
 __all__ = [
     "Completion",

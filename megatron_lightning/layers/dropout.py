@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_lightning.parallel.rng import RngStreams
+from megatron_lightning.parallel.random.rng import RngStreams
 
 
 def set_dropout(module: nn.Module, p: float) -> None:

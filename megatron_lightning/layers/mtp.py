@@ -27,11 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lightning.config import TransformerConfig
+from megatron_lightning.layers.attention.sequence_info import Documents, SequenceInfo
 from megatron_lightning.layers.norm import build_norm
-from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
 from megatron_lightning.layers.step_report import StepReport
 from megatron_lightning.parallel.collectives import all_reduce, copy_to_axis, reduce_from_axis
-from megatron_lightning.parallel.context import ALONE, AxisGroup
+from megatron_lightning.parallel.grid.context import ALONE, AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.parallel.sequence_exchange import gather_parts
 

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.layers.change_class import change_class
 from megatron_lightning.parallel.collectives import copy_to_axis, reduce_from_axis
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 from megatron_lightning import compat
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.absent import present_modules
 from megatron_lightning.parallel.numbers import number_on
+from megatron_lightning.parallel.shards.other_stages import present_modules
 
 Kind = Literal["loss", "mean", "sum", "peak", "each"]
 _OF_VECTORS = ("peak", "each")

@@ -2,7 +2,7 @@
 tokens.
 
 The output layer of the called model awaits the loss
-(:mod:`megatron_lightning.layers.pending_logits`).
+(:mod:`megatron_lightning.layers.losses.lazy_logits`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_lightning.layers.adaptable import adapt, can_replace, restore
-from megatron_lightning.layers.adapters import add_adapters
+from megatron_lightning.layers.adapters.adaptable import adapt, can_replace, restore
+from megatron_lightning.layers.adapters.adapter_layers import add_adapters
 from megatron_lightning.layers.change_class import change_class
-from megatron_lightning.layers.linear import AdaptableLinear
-from megatron_lightning.layers.local_logits import output_layer
-from megatron_lightning.layers.loss import CrossEntropy
-from megatron_lightning.layers.pending_logits import AwaitedLoss, Habits, PendingLogits
-from megatron_lightning.parallel.absent import is_absent
+from megatron_lightning.layers.linear.parallel_linear import AdaptableLinear
+from megatron_lightning.layers.losses.lazy_logits import AwaitedLoss, Habits, PendingLogits
+from megatron_lightning.layers.losses.local_logits import output_layer
+from megatron_lightning.layers.losses.loss import CrossEntropy
 from megatron_lightning.parallel.origin import is_library
+from megatron_lightning.parallel.shards.other_stages import is_absent
 
 _HABITS = "_logits_habits"
 """Attribute of a model: :class:`Habits` by whether gradients are computed."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_lightning.layers.local_logits import local_logits, output_layer
-from megatron_lightning.layers.loss import CrossEntropy, Vocabulary, losses_of
+from megatron_lightning.layers.losses.local_logits import local_logits, output_layer
+from megatron_lightning.layers.losses.loss import CrossEntropy, Vocabulary, losses_of
 from megatron_lightning.models.awaited_losses import awaited_losses
 from megatron_lightning.models.router_loss import router_loss
 from megatron_lightning.models.transformer import GPTModel

@@ -19,20 +19,20 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.config import TransformerConfig
+from megatron_lightning.layers.attention.sequence_info import Documents, SequenceInfo
 from megatron_lightning.layers.dropout import Dropout
-from megatron_lightning.layers.key_cache import CacheStep
-from megatron_lightning.layers.linear_loss import OutputLinear, token_losses
-from megatron_lightning.layers.loss import CrossEntropy, capped
+from megatron_lightning.layers.losses.linear_loss import OutputLinear, token_losses
+from megatron_lightning.layers.losses.loss import CrossEntropy, capped
 from megatron_lightning.layers.moe.routes import GivenRoutes, Routes
 from megatron_lightning.layers.mtp import MultiTokenPrediction, MultiTokenPredictionLayer
 from megatron_lightning.layers.norm import build_norm
-from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
+from megatron_lightning.layers.state.key_cache import CacheStep
 from megatron_lightning.layers.state_space.initial import fill_initial, is_state_space
 from megatron_lightning.models.costs import pipeline_units
 from megatron_lightning.models.transformer_layers import build_depth, build_layers, times
 
 if TYPE_CHECKING:
-    from megatron_lightning.parallel.sharding import ShardingPlan
+    from megatron_lightning.parallel.shards.sharding import ShardingPlan
     from megatron_lightning.pipeline.schedules.partition import Unit
 
 _BITS = MappingProxyType({torch.bfloat16: 8, torch.float16: 11})  # of the mantissa

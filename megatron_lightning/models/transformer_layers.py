@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.config.layer_kinds import LAYER_KINDS, entry_of
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.attention import SelfAttention
+from megatron_lightning.layers.attention.latent_attention import LatentAttention
+from megatron_lightning.layers.attention.rotary import RotaryEmbedding
+from megatron_lightning.layers.attention.self_attention import SelfAttention
+from megatron_lightning.layers.attention.sequence_info import SequenceInfo
 from megatron_lightning.layers.dropout import Dropout
-from megatron_lightning.layers.latent_attention import LatentAttention
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.norm import build_norm
-from megatron_lightning.layers.rotary import RotaryEmbedding
-from megatron_lightning.layers.sequence_info import SequenceInfo
 from megatron_lightning.layers.state_space.delta_net import GatedDeltaNet
 from megatron_lightning.layers.state_space.mamba import MambaMixer
 

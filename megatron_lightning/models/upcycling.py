@@ -41,7 +41,7 @@ from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.config.class_paths import config_of_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.parallel.spec import Box
+from megatron_lightning.parallel.shards.spec import Box
 
 _WEIGHTS = "state_dict."
 _MODEL = "state_dict.model."

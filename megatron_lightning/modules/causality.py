@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.dropout import evaluated
-from megatron_lightning.models.pair import FrozenPair
 from megatron_lightning.models.plans.hf_plans import transformers_models
+from megatron_lightning.models.teacher_student import FrozenPair
 from megatron_lightning.optional import require
 
 _LENGTH = 8

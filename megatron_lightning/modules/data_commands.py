@@ -12,12 +12,12 @@ import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from megatron_lightning.data.indexed import IndexedDataset
-from megatron_lightning.data.inspection import inspect, length_picture
-from megatron_lightning.data.merge import merge
-from megatron_lightning.data.preference_rows import SIDES
-from megatron_lightning.data.remote import written_path
-from megatron_lightning.data.show import (
+from megatron_lightning.data.indexed.data_inspection import inspect, length_picture
+from megatron_lightning.data.indexed.indexed_files import IndexedDataset
+from megatron_lightning.data.indexed.indexed_merge import merge
+from megatron_lightning.data.indexed.remote import written_path
+from megatron_lightning.data.rows.preference_rows import SIDES
+from megatron_lightning.data.rows.row_view import (
     as_numbers,
     histogram,
     new_console,
@@ -25,7 +25,7 @@ from megatron_lightning.data.show import (
     sample_text,
     stream_text,
 )
-from megatron_lightning.data.tokenizers import Tokenizer, TokenizerType, load_tokenizer
+from megatron_lightning.data.text.tokenizers import Tokenizer, TokenizerType, load_tokenizer
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.modules.finetune_data import FinetuneDataModule
 from megatron_lightning.modules.indexed_data import IndexedDataModule

@@ -7,9 +7,9 @@ from typing import NoReturn
 
 from lightning.pytorch.trainer.states import TrainerFn
 
-from megatron_lightning.data.blended import DataSpec
-from megatron_lightning.data.gpt import IndexSplit
-from megatron_lightning.data.gpt_index import split_matrix
+from megatron_lightning.data.pretraining.blended import DataSpec
+from megatron_lightning.data.pretraining.gpt_index import split_matrix
+from megatron_lightning.data.pretraining.gpt_samples import IndexSplit
 from megatron_lightning.errors import ConfigError
 
 _PARTS_OF_STAGES: Mapping[str, tuple[IndexSplit, ...]] = {

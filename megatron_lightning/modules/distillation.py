@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError, DataError
-from megatron_lightning.models.pair import DistillationPair, DivergenceKind
 from megatron_lightning.models.plans.hf_documents import separating_positions
+from megatron_lightning.models.teacher_student import DistillationPair, DivergenceKind
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.modules.folder_data import folder_tokenizer
 from megatron_lightning.modules.language_model import LanguageModule, token_weights

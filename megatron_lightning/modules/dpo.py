@@ -14,18 +14,18 @@ from torch import Tensor, nn
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.adapters import (
+from megatron_lightning.layers.adapters.adapter_layers import (
     adapters_disabled,
     adapters_for_all_rows,
     adapters_for_second_half,
 )
 from megatron_lightning.layers.dropout import evaluated, set_dropout
-from megatron_lightning.layers.preference_loss import (
+from megatron_lightning.layers.losses.preference_loss import (
     AnswerScores,
     PreferenceLoss,
     PreferenceLossName,
 )
-from megatron_lightning.models.pair import ReferencePair
+from megatron_lightning.models.teacher_student import ReferencePair
 from megatron_lightning.models.token_outputs import losses_and_router_loss, token_losses_of
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.modules.first_adapters import ENTRY, FirstAdapters

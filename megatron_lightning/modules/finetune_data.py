@@ -13,25 +13,32 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_lightning.checkpoint.text_record import TextRecord
-from megatron_lightning.data.answer_ends import answer_ends
-from megatron_lightning.data.chat_template import ChatOptions, ChatTemplate, TrainOn
-from megatron_lightning.data.chat_tokenizer import ChatTokenizer
-from megatron_lightning.data.chat_view import Reasoning
-from megatron_lightning.data.cut_rows import CutRows
-from megatron_lightning.data.document_cache import DocumentCache
-from megatron_lightning.data.packing import Numbers, Rows, efficiency, pack
-from megatron_lightning.data.report import describe_documents
-from megatron_lightning.data.resume import OnChangedData, check_new_tokens, describe_changes
-from megatron_lightning.data.sft import (
+from megatron_lightning.data.chat.answer_ends import answer_ends
+from megatron_lightning.data.chat.chat_encoding import (
     BadRows,
     Documents,
     Encoder,
     SupervisedOptions,
     Truncation,
 )
-from megatron_lightning.data.source_list import parse_sources
-from megatron_lightning.data.sources import source_files
-from megatron_lightning.data.supervised import (
+from megatron_lightning.data.chat.chat_template import ChatOptions, ChatTemplate, TrainOn
+from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
+from megatron_lightning.data.chat.chat_view import Reasoning
+from megatron_lightning.data.chat.template_texts import (
+    PromptDate,
+    newest_date,
+    parse_date,
+    without_marks,
+    writes_date,
+)
+from megatron_lightning.data.order.resume_order import (
+    OnChangedData,
+    check_new_tokens,
+    describe_changes,
+)
+from megatron_lightning.data.rows.cut_rows import CutRows
+from megatron_lightning.data.rows.document_cache import DocumentCache
+from megatron_lightning.data.rows.packed_rows import (
     Packing,
     Part,
     RowDataset,
@@ -39,13 +46,10 @@ from megatron_lightning.data.supervised import (
     Sources,
     held_out,
 )
-from megatron_lightning.data.template_texts import (
-    PromptDate,
-    newest_date,
-    parse_date,
-    without_marks,
-    writes_date,
-)
+from megatron_lightning.data.rows.packing import Numbers, Rows, efficiency, pack
+from megatron_lightning.data.rows.row_report import describe_documents
+from megatron_lightning.data.rows.source_list import parse_sources
+from megatron_lightning.data.rows.sources import source_files
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.modules.folder_data import (
     check_model,

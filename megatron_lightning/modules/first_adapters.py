@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.adapters import adapted_layers, adapters_disabled
-from megatron_lightning.layers.magnitude import has_magnitude
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.layers.adapters.adapter_layers import adapted_layers, adapters_disabled
+from megatron_lightning.layers.adapters.magnitude import has_magnitude
+from megatron_lightning.parallel.grid.context import ParallelContext
 
 ENTRY = "reference_adapters"
 """Entry of a checkpoint: name of a parameter of adapters -> first values. Empty: zero."""

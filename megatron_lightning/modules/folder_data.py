@@ -19,7 +19,7 @@ from megatron_lightning.checkpoint.text_record import (
     read_text_record,
 )
 from megatron_lightning.config import TransformerConfig
-from megatron_lightning.data.chat_tokenizer import ChatTokenizer
+from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
 from megatron_lightning.errors import CheckpointError, ConfigError, DataError
 from megatron_lightning.models.plans.hf_documents import check_parts_documents
 from megatron_lightning.modules.folder_module import FolderModule

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.patterns import compile_pattern, nearest_pattern
+from megatron_lightning.parallel.shards.patterns import compile_pattern, nearest_pattern
 
 _SUMMARY = "frozen_parameters"
 _PREFIX = "model."  # the model's name in a LightningModule of this package

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lightning.bridge.kept import read_kept
+from megatron_lightning.bridge.folder_record import read_kept
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.loss import CrossEntropy
+from megatron_lightning.layers.losses.loss import CrossEntropy
 from megatron_lightning.models.awaited_losses import awaited_losses
 from megatron_lightning.models.plans.hf_documents import separating_positions
 from megatron_lightning.models.router_loss import (

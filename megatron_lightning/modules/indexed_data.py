@@ -13,9 +13,14 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from megatron_lightning.checkpoint.kept_files import TOKENIZER, KeptFiles
 from megatron_lightning.config.global_batch import replica_batch_size
-from megatron_lightning.data.batch_size import ScheduledBatchSampler
-from megatron_lightning.data.blended import BlendedDataset, DataSpec, NamedDatasets
-from megatron_lightning.data.continued import (
+from megatron_lightning.data.indexed.identity import content_digest
+from megatron_lightning.data.indexed.indexed_files import IndexedDataset
+from megatron_lightning.data.indexed.sidecar import check_tokenizer
+from megatron_lightning.data.order.batch_size import ScheduledBatchSampler
+from megatron_lightning.data.order.resume_order import OnChangedData, changed_rows, describe_changes
+from megatron_lightning.data.order.skipped import SkippedSamples
+from megatron_lightning.data.pretraining.blended import BlendedDataset, DataSpec, NamedDatasets
+from megatron_lightning.data.pretraining.continued import (
     ContinuedBlend,
     Make,
     Phase,
@@ -24,13 +29,8 @@ from megatron_lightning.data.continued import (
     next_phase,
     train_state,
 )
-from megatron_lightning.data.gpt import IndexSplit
-from megatron_lightning.data.identity import content_digest
-from megatron_lightning.data.indexed import IndexedDataset
-from megatron_lightning.data.resume import OnChangedData, changed_rows, describe_changes
-from megatron_lightning.data.sidecar import check_tokenizer
-from megatron_lightning.data.skipped import SkippedSamples
-from megatron_lightning.data.tokenizers import tokenizer_files
+from megatron_lightning.data.pretraining.gpt_samples import IndexSplit
+from megatron_lightning.data.text.tokenizers import tokenizer_files
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.data_parts import parts_of_stage
 from megatron_lightning.modules.run_data import Batch, RunDataModule

@@ -24,7 +24,7 @@ from megatron_lightning.modules.schedule_lengths import (
 )
 from megatron_lightning.optim.lr_schedules import LRSchedule, ScheduledLR
 from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
-from megatron_lightning.parallel.stored_weight import StoredWeight
+from megatron_lightning.parallel.shards.stored_weight import StoredWeight
 from megatron_lightning.peft import LoRA
 from megatron_lightning.peft.record import PEFT, Record, read_records, write_record
 from megatron_lightning.peft.resume import check_scales

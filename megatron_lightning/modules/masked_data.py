@@ -6,17 +6,22 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from megatron_lightning.data.batch_size import BatchSizeSchedule
-from megatron_lightning.data.gpt import IndexSplit
-from megatron_lightning.data.indexed import IndexedDataset
-from megatron_lightning.data.masked import BertDataset, MaskedDataset, T5Dataset, documents_of
-from megatron_lightning.data.masked_config import (
+from megatron_lightning.data.indexed.indexed_files import IndexedDataset
+from megatron_lightning.data.masked.masked_config import (
     BertDatasetConfig,
     MaskedDatasetConfig,
     T5DatasetConfig,
 )
-from megatron_lightning.data.resume import OnChangedData
-from megatron_lightning.data.tokenizers import TokenizerType
+from megatron_lightning.data.masked.masked_samples import (
+    BertDataset,
+    MaskedDataset,
+    T5Dataset,
+    documents_of,
+)
+from megatron_lightning.data.order.batch_size import BatchSizeSchedule
+from megatron_lightning.data.order.resume_order import OnChangedData
+from megatron_lightning.data.pretraining.gpt_samples import IndexSplit
+from megatron_lightning.data.text.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.indexed_data import IndexedDataModule
 from megatron_lightning.modules.run_options import NamedTokenizer, RunSizes

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.loss import CrossEntropy
+from megatron_lightning.layers.losses.loss import CrossEntropy
 from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.modules.masked_data import MaskedDataModule
 from megatron_lightning.optional import require

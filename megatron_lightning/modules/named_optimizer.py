@@ -35,8 +35,8 @@ from megatron_lightning.config.class_paths import imported_class
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.param_groups import ParamGroup, make_param_groups
 from megatron_lightning.optim.stepping.chained import ChainedOptimizer
-from megatron_lightning.parallel.patterns import compile_pattern, nearest_pattern
-from megatron_lightning.parallel.ties import tied_names
+from megatron_lightning.parallel.shards.patterns import compile_pattern, nearest_pattern
+from megatron_lightning.parallel.shards.ties import tied_names
 
 PlainValue: TypeAlias = bool | int | float | str | list | dict | None  # type: ignore[type-arg]
 """A value of a configuration file. jsonargparse would read classes into values of other types."""

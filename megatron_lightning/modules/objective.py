@@ -17,7 +17,7 @@ from megatron_lightning.modules.causality import check_causal
 from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.modules.gpt import GPTLightningModule
 from megatron_lightning.modules.hugging_face import HuggingFaceModule
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 
 _KNOWN: Mapping[str, type[FolderModule]] = {
     kind.__name__: kind for kind in (GPTLightningModule, HuggingFaceModule)

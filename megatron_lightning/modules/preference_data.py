@@ -11,18 +11,18 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader
 
-from megatron_lightning.data.chat_view import Reasoning
-from megatron_lightning.data.packing import Rows
-from megatron_lightning.data.preference import (
+from megatron_lightning.data.chat.chat_encoding import BadRows, Truncation
+from megatron_lightning.data.chat.chat_view import Reasoning
+from megatron_lightning.data.order.resume_order import OnChangedData
+from megatron_lightning.data.rows.packed_rows import Part, Sources
+from megatron_lightning.data.rows.packing import Rows
+from megatron_lightning.data.rows.preference import (
     PairDataset,
     PairEncoder,
     Pairs,
     ScoreFile,
 )
-from megatron_lightning.data.preference_rows import SIDES
-from megatron_lightning.data.resume import OnChangedData
-from megatron_lightning.data.sft import BadRows, Truncation
-from megatron_lightning.data.supervised import Part, Sources
+from megatron_lightning.data.rows.preference_rows import SIDES
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.finetune_data import FinetuneDataModule, Paths
 from megatron_lightning.modules.run_data import Batch

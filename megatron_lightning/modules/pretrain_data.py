@@ -6,13 +6,18 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megatron_lightning.data.batch_size import BatchSizeSchedule
-from megatron_lightning.data.fim import FillInTheMiddle
-from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig, IndexSplit, plan_part
-from megatron_lightning.data.indexed import IndexedDataset
-from megatron_lightning.data.mock import MockGPTDataset
-from megatron_lightning.data.resume import OnChangedData
-from megatron_lightning.data.tokenizers import TokenizerType
+from megatron_lightning.data.indexed.indexed_files import IndexedDataset
+from megatron_lightning.data.order.batch_size import BatchSizeSchedule
+from megatron_lightning.data.order.resume_order import OnChangedData
+from megatron_lightning.data.pretraining.fim import FillInTheMiddle
+from megatron_lightning.data.pretraining.gpt_samples import (
+    GPTDataset,
+    GPTDatasetConfig,
+    IndexSplit,
+    plan_part,
+)
+from megatron_lightning.data.pretraining.mock import MockGPTDataset
+from megatron_lightning.data.text.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.indexed_data import IndexedDataModule
 from megatron_lightning.modules.run_options import NamedTokenizer, RunSizes

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_lightning.data.reading_thread import ReadingThreadLoader
+from megatron_lightning.data.order.reading_thread import ReadingThreadLoader
 from megatron_lightning.errors import ConfigError
 
 Batch = dict[str, torch.Tensor]

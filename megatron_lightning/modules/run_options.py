@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lightning.data.batch_size import BatchSizeSchedule
-from megatron_lightning.data.gpt import IndexSplit
-from megatron_lightning.data.tokenizers import Tokenizer, TokenizerType, load_tokenizer
+from megatron_lightning.data.order.batch_size import BatchSizeSchedule
+from megatron_lightning.data.pretraining.gpt_samples import IndexSplit
+from megatron_lightning.data.text.tokenizers import Tokenizer, TokenizerType, load_tokenizer
 from megatron_lightning.errors import ConfigError
 
 

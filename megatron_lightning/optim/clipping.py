@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.spec import ShardSpec, is_writer
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.shards.spec import ShardSpec, is_writer
 
 _ROW = 16384
 """Elements per partial sum of a norm on a CPU."""

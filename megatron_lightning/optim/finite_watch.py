@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_lightning.compat import run_behind
 from megatron_lightning.config import NonFinite
 from megatron_lightning.errors import NonFiniteError
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.origin import is_library
 from megatron_lightning.pipeline.schedules.actions import Action
 

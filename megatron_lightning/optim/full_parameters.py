@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_lightning.parallel.parameters import num_names
-from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.parallel.shards.parameters import num_names
+from megatron_lightning.parallel.shards.spec import ShardSpec
 
 IN_ONE_PIECE = (nn.RNNBase,)
 """Modules with views of all weights in one piece of memory. Shards are not in one piece."""

@@ -13,8 +13,8 @@ from megatron_lightning.optim.clipping import (
     norm_groups,
 )
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
-from megatron_lightning.optim.gradients.stand_ins import gradient_of
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.optim.gradients.gradient_proxies import gradient_of
+from megatron_lightning.parallel.grid.context import ParallelContext
 
 
 class GradientNorms:

@@ -12,8 +12,8 @@ from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.parameter_shard import main_dtype
 from megatron_lightning.optim.stepping.chained import members
-from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.parallel.grid.context import AxisGroup
+from megatron_lightning.parallel.shards.spec import ShardSpec
 
 
 def check_optimizers(
@@ -173,7 +173,7 @@ def check_tied_copies(
                 f"{owner} is one parameter with copies on pipeline ranks, whose optimizers would "
                 f"part them ({listed}). Choose parameter groups by the owner's name, as "
                 "megatron_lightning.optim.make_param_groups does: "
-                "megatron_lightning.parallel.sharding.tied_names(self) maps each copy to it."
+                "megatron_lightning.parallel.shards.sharding.tied_names(self) maps each copy to it."
             )
 
 

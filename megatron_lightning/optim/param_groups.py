@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.attachments import Attachment, is_wrapper
-from megatron_lightning.parallel.patterns import compile_pattern
-from megatron_lightning.parallel.ties import tied_names
+from megatron_lightning.parallel.shards.attachments import Attachment, is_wrapper
+from megatron_lightning.parallel.shards.patterns import compile_pattern
+from megatron_lightning.parallel.shards.ties import tied_names
 
 DEFAULT_GROUP = "default"
 """Name of the group of parameters without a matching row."""

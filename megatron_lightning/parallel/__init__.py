@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-    from megatron_lightning.parallel.grid import RankGrid
-    from megatron_lightning.parallel.layout import ParallelLayout
-    from megatron_lightning.parallel.sharding import ShardingPlan, parallelize
-    from megatron_lightning.parallel.spec import ShardSpec
+    from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+    from megatron_lightning.parallel.grid.grid import RankGrid
+    from megatron_lightning.parallel.grid.layout import ParallelLayout
+    from megatron_lightning.parallel.shards.sharding import ShardingPlan, parallelize
+    from megatron_lightning.parallel.shards.spec import ShardSpec
 
 __all__ = [
     "AxisGroup",
@@ -24,12 +24,12 @@ __all__ = [
 lazy_attributes(
     __name__,
     {
-        "AxisGroup": "megatron_lightning.parallel.context",
-        "ParallelContext": "megatron_lightning.parallel.context",
-        "ParallelLayout": "megatron_lightning.parallel.layout",
-        "RankGrid": "megatron_lightning.parallel.grid",
-        "ShardSpec": "megatron_lightning.parallel.spec",
-        "ShardingPlan": "megatron_lightning.parallel.sharding",
-        "parallelize": "megatron_lightning.parallel.sharding",
+        "AxisGroup": "megatron_lightning.parallel.grid.context",
+        "ParallelContext": "megatron_lightning.parallel.grid.context",
+        "ParallelLayout": "megatron_lightning.parallel.grid.layout",
+        "RankGrid": "megatron_lightning.parallel.grid.grid",
+        "ShardSpec": "megatron_lightning.parallel.shards.spec",
+        "ShardingPlan": "megatron_lightning.parallel.shards.sharding",
+        "parallelize": "megatron_lightning.parallel.shards.sharding",
     },
 )

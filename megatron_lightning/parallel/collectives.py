@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.parallel import cpu_exchange  # noqa: F401  (registers its operators)
-from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.spec import shard_range
+from megatron_lightning.parallel.grid.context import AxisGroup
+from megatron_lightning.parallel.shards.spec import shard_range
 
 _ops = torch.ops._c10d_functional
 

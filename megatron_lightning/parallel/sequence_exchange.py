@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.parallel.collectives import all_gather_start, finish
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart, join
 
 

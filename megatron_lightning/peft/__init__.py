@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from megatron_lightning.layers.adapters import adapters_disabled
+    from megatron_lightning.layers.adapters.adapter_layers import adapters_disabled
     from megatron_lightning.peft.lora import LoRA
     from megatron_lightning.peft.merge import merge_adapters
     from megatron_lightning.peft.sources import load_adapters, save_adapters
@@ -16,7 +16,7 @@ lazy_attributes(
     __name__,
     {
         "LoRA": "megatron_lightning.peft.lora",
-        "adapters_disabled": "megatron_lightning.layers.adapters",
+        "adapters_disabled": "megatron_lightning.layers.adapters.adapter_layers",
         "load_adapters": "megatron_lightning.peft.sources",
         "merge_adapters": "megatron_lightning.peft.merge",
         "save_adapters": "megatron_lightning.peft.sources",

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_lightning.checkpoint.format.files import beside, new_identifier
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
-from megatron_lightning.layers.adapters import ALL_ROWS
+from megatron_lightning.layers.adapters.adapter_layers import ALL_ROWS
 from megatron_lightning.peft.folder_targets import FolderTargets
 from megatron_lightning.peft.lora import LoRA
 from megatron_lightning.peft.matching import is_inside

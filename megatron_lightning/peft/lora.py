@@ -22,17 +22,17 @@ from torch import nn
 
 from megatron_lightning.compat import avoid_fused_inference
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.adapters import (
+from megatron_lightning.layers.adapters.adapter_layers import (
     ALL_ROWS,
     Adapters,
     LowRankAdapter,
     adapted_layers,
     attach,
 )
-from megatron_lightning.layers.magnitude import fill_magnitudes
+from megatron_lightning.layers.adapters.magnitude import fill_magnitudes
+from megatron_lightning.layers.adapters.stacked_adapters import StackedAdapters, attach_stacked
 from megatron_lightning.layers.moe.experts import GroupedLinear
-from megatron_lightning.layers.stacked_adapters import StackedAdapters, attach_stacked
-from megatron_lightning.parallel.ties import shared_names
+from megatron_lightning.parallel.shards.ties import shared_names
 from megatron_lightning.peft.heads import heads_of, task_of
 from megatron_lightning.peft.matching import (
     check_table,
@@ -47,8 +47,8 @@ from megatron_lightning.peft.matching import (
     short_parameters,
     value_of,
 )
-from megatron_lightning.precision.base_formats import BaseFormat, check_format
-from megatron_lightning.precision.frozen_base import quantize_base
+from megatron_lightning.precision.qlora.base_formats import BaseFormat, check_format
+from megatron_lightning.precision.qlora.frozen_base import quantize_base
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 APPLIED = "_megatron_lora"

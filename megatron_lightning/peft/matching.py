@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.linear_loss import TakesLoss
+from megatron_lightning.layers.adapters.stacked_adapters import is_stack
+from megatron_lightning.layers.losses.linear_loss import TakesLoss
 from megatron_lightning.layers.moe.experts import GroupedLinear
-from megatron_lightning.layers.stacked_adapters import is_stack
-from megatron_lightning.parallel.attachments import is_extended, without_attachments
-from megatron_lightning.parallel.patterns import compile_pattern, nearest_pattern
+from megatron_lightning.parallel.shards.attachments import is_extended, without_attachments
+from megatron_lightning.parallel.shards.patterns import compile_pattern, nearest_pattern
 
 ALL_LINEAR = "all-linear"
 _LISTED = 8

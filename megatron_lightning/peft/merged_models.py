@@ -31,8 +31,8 @@ from megatron_lightning.config import TransformerConfig
 from megatron_lightning.config.class_paths import config_of_checkpoint
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.parallel.digest import as_text, digest_of_tensors
-from megatron_lightning.parallel.spec import Box
+from megatron_lightning.parallel.shards.digest import as_text, digest_of_tensors
+from megatron_lightning.parallel.shards.spec import Box
 from megatron_lightning.peft import folder
 from megatron_lightning.peft.fitting import check_tied, differing_copies, fitted, ties_of
 from megatron_lightning.peft.merge import deltas_of, merged_fills

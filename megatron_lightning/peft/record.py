@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megatron_lightning.bridge.remembered import kept_folders
+from megatron_lightning.bridge.remembered_folders import kept_folders
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.transformer import GPTModel

@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.layers.adapters import ALL_ROWS
+from megatron_lightning.layers.adapters.adapter_layers import ALL_ROWS
 from megatron_lightning.peft.lora import PARTS, LoRA, applied_to
 from megatron_lightning.peft.record import Record
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.errors import CheckpointError, ConfigError
-from megatron_lightning.layers.adapters import ALL_ROWS, adapted_layers
+from megatron_lightning.layers.adapters.adapter_layers import ALL_ROWS, adapted_layers
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.peft.folder_targets import FolderTargets
 from megatron_lightning.peft.lora import PARTS, AppliedLoRA, FusedRows, LoRA, applied_to

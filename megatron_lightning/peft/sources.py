@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError
-from megatron_lightning.layers.adapters import (
+from megatron_lightning.layers.adapters.adapter_layers import (
     ALL_ROWS,
     Adapters,
     LowRankAdapter,
     adapted_layers,
 )
-from megatron_lightning.layers.magnitude import magnitude_of
-from megatron_lightning.layers.stacked_adapters import StackedAdapters
+from megatron_lightning.layers.adapters.magnitude import magnitude_of
+from megatron_lightning.layers.adapters.stacked_adapters import StackedAdapters
 from megatron_lightning.models.plans.hf_plans import transformers_models
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.parallel.digest import as_text, digest_of_tensors
-from megatron_lightning.parallel.spec import Shard
+from megatron_lightning.parallel.shards.digest import as_text, digest_of_tensors
+from megatron_lightning.parallel.shards.spec import Shard
 from megatron_lightning.peft import folder
 from megatron_lightning.peft.fitting import check_trainable, fitted
 from megatron_lightning.peft.lora import LoRA, applied_to

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.pipeline.message_plan import Message
 from megatron_lightning.pipeline.schedules.actions import Placement
 

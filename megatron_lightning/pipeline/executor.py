@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_lightning.errors import PipelineError, add_note
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.pipeline.channel import Boundary, Transport
 from megatron_lightning.pipeline.message_plan import Plan, plan_of
 from megatron_lightning.pipeline.pipeline_run import (

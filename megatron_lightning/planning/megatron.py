@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.config.layer_kinds import GROUPS
-from megatron_lightning.parallel.grid import RankGrid
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.grid import RankGrid
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 
 
 class MegatronMemory(NamedTuple):

@@ -20,22 +20,22 @@ from megatron_lightning.config import (
 )
 from megatron_lightning.config.value_checks import check_choice, check_kind, is_count
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.grid import RankGrid
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.grid import RankGrid
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import make_schedule
 from megatron_lightning.pipeline.schedules.actions import Schedule
-from megatron_lightning.planning.activations import (
+from megatron_lightning.planning.ledger.activation_memory import (
     num_received,
     rank_peak,
     stage_profile,
 )
-from megatron_lightning.planning.adapters import AdaptedState, AdapterSizes
-from megatron_lightning.planning.layers import DeviceKind, Sizes
-from megatron_lightning.planning.like_units import LikeUnits
-from megatron_lightning.planning.parameters import split_stages
-from megatron_lightning.planning.precision import precision_of
-from megatron_lightning.planning.quantized_weights import cached_weight_bytes
-from megatron_lightning.planning.states import State, state_of_units
+from megatron_lightning.planning.ledger.adapter_memory import AdaptedState, AdapterSizes
+from megatron_lightning.planning.ledger.layer_tapes import DeviceKind, Sizes
+from megatron_lightning.planning.ledger.optimizer_memory import State, state_of_units
+from megatron_lightning.planning.ledger.precision_bytes import precision_of
+from megatron_lightning.planning.ledger.quantized_weights import cached_weight_bytes
+from megatron_lightning.planning.ledger.rank_parameters import split_stages
+from megatron_lightning.planning.search.unit_cache import LikeUnits
 from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.rules import (
     check_data_parallel,

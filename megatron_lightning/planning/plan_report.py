@@ -10,24 +10,29 @@ from typing import Any, cast
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.costs import multiply_adds
-from megatron_lightning.parallel.grid import RankGrid
+from megatron_lightning.parallel.grid.grid import RankGrid
 from megatron_lightning.pipeline.schedules import ScheduleChoice, resolve
 from megatron_lightning.pipeline.schedules.actions import Schedule
 from megatron_lightning.planning.bubble import describe_bubble
-from megatron_lightning.planning.devices import GIB, PlannedDevice, advice, planned_device
 from megatron_lightning.planning.flops import (
     OPERATIONS_PER_WEIGHT,
     flops,
 )
-from megatron_lightning.planning.memory import Memory, RankMemory
-from megatron_lightning.planning.parameters import (
+from megatron_lightning.planning.ledger.rank_parameters import (
     count_rank,
     layer_of,
     split_stages,
 )
-from megatron_lightning.planning.recipe import MeasuredRecipe, PlannedRun, Recipe, read_recipe
-from megatron_lightning.planning.recipe_checks import check_sizes, recipe_memory
-from megatron_lightning.planning.sections import Errors
+from megatron_lightning.planning.memory import Memory, RankMemory
+from megatron_lightning.planning.recipe.recipe_checks import check_sizes, recipe_memory
+from megatron_lightning.planning.recipe.recipe_reader import (
+    MeasuredRecipe,
+    PlannedRun,
+    Recipe,
+    read_recipe,
+)
+from megatron_lightning.planning.recipe.sections import Errors
+from megatron_lightning.planning.search.devices import GIB, PlannedDevice, advice, planned_device
 
 _DENSE, _EXPERT = ("tp", "cp", "dp", "pp"), ("etp", "ep", "edp")
 _SECTIONS = ("grid", "stages", "bytes", "flops", "bubble")
@@ -100,7 +105,7 @@ def _search(
             "h200, b200, a100, or cpu:GIB with the memory of a rank."
         )
     # Other plans do not wait for this import.
-    from megatron_lightning.planning.search_report import search_sections, search_text
+    from megatron_lightning.planning.search.search_report import search_sections, search_text
 
     result = None
     if recipe is not None:
@@ -117,8 +122,8 @@ def _search(
 
 def _searcher(recipe: PlannedRun, device: PlannedDevice) -> Any:
     """Return the search for a recipe's kind of model."""
-    from megatron_lightning.planning.measured_search import MeasuredSearch
-    from megatron_lightning.planning.search import LayoutSearch
+    from megatron_lightning.planning.measured.measured_search import MeasuredSearch
+    from megatron_lightning.planning.search.layout_search import LayoutSearch
 
     if isinstance(recipe, MeasuredRecipe):
         return MeasuredSearch(recipe, device)
@@ -151,7 +156,7 @@ def _describe(recipe: PlannedRun, errors: Errors) -> dict[str, Any] | None:
     ``errors`` holds the reasons.
     """
     if isinstance(recipe, MeasuredRecipe):
-        from megatron_lightning.planning.measured_report import describe_measured
+        from megatron_lightning.planning.measured.measured_report import describe_measured
 
         description = describe_measured(recipe, errors)
         if description is None:

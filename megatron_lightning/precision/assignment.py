@@ -16,25 +16,25 @@ import torch
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.adaptable import adapt, adaptable_class, restore
-from megatron_lightning.layers.gemm import Gemm
-from megatron_lightning.layers.linear import VocabParallelLinear
-from megatron_lightning.layers.moe.experts import GroupedLinear
-from megatron_lightning.layers.splittable import Splittable
-from megatron_lightning.layers.transposed import (
+from megatron_lightning.layers.adapters.adaptable import adapt, adaptable_class, restore
+from megatron_lightning.layers.linear.gemm import Gemm
+from megatron_lightning.layers.linear.parallel_linear import VocabParallelLinear
+from megatron_lightning.layers.linear.splittable import Splittable
+from megatron_lightning.layers.linear.transposed import (
     TransposedColumnParallelLinear,
     TransposedRowParallelLinear,
 )
-from megatron_lightning.parallel.absent import present_modules
-from megatron_lightning.parallel.attachments import Attachment, is_wrapper
-from megatron_lightning.parallel.patterns import compile_pattern, describe_unused
+from megatron_lightning.layers.moe.experts import GroupedLinear
+from megatron_lightning.parallel.shards.attachments import Attachment, is_wrapper
+from megatron_lightning.parallel.shards.other_stages import present_modules
+from megatron_lightning.parallel.shards.patterns import compile_pattern, describe_unused
 from megatron_lightning.precision.backends import Chosen
 from megatron_lightning.precision.emulation import EmulatedGemm
 from megatron_lightning.precision.native import NativeGemm
 from megatron_lightning.precision.recipes import FP8Recipe
 
 if TYPE_CHECKING:
-    from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+    from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
 
 _IN_BF16 = (
     "**output_layer", "**head", "**score", "**classifier", "**qa_outputs",

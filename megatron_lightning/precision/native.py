@@ -27,7 +27,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_lightning.layers.gemm import Operand, Role, rows
+from megatron_lightning.layers.linear.gemm import Operand, Role, rows
 from megatron_lightning.precision.backends import Gpu
 from megatron_lightning.precision.emulation import EmulatedGemm
 from megatron_lightning.precision.groups import padded_counts

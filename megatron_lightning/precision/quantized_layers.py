@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.precision.assignment import Assignment, apply_recipe, remove_recipe
 from megatron_lightning.precision.backends import Chosen
-from megatron_lightning.precision.history import AmaxHistory, advance
+from megatron_lightning.precision.delayed_scaling import AmaxHistory, advance
 from megatron_lightning.precision.quantized_data import Quantizer
 from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.precision.weights import weight_quantizers

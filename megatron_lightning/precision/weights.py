@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.layers.transposed import (
+from megatron_lightning.layers.linear.transposed import (
     TransposedColumnParallelLinear,
     TransposedRowParallelLinear,
 )
-from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.parameters import num_names
-from megatron_lightning.parallel.stored_weight import stored_part
+from megatron_lightning.parallel.grid.context import AxisGroup
+from megatron_lightning.parallel.shards.parameters import num_names
+from megatron_lightning.parallel.shards.stored_weight import stored_part
 from megatron_lightning.precision.emulation import EmulatedGemm
 from megatron_lightning.precision.formats import DTYPES, cast
 from megatron_lightning.precision.quantization import block_of, encode

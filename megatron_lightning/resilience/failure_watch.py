@@ -32,14 +32,14 @@ from dataclasses import asdict
 import torch.distributed as dist
 
 from megatron_lightning import compat
-from megatron_lightning.resilience.course import Course
+from megatron_lightning.resilience.collective_log import Course
+from megatron_lightning.resilience.desync import LoneRanks
 from megatron_lightning.resilience.failure import (
     Failure,
     end_process,
     print_message,
     replace_traceback,
 )
-from megatron_lightning.resilience.lone_ranks import LoneRanks
 from megatron_lightning.resilience.signals import SignalPipe
 
 _FAILURE = "failure"

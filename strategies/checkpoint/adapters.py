@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from megatron_lightning.assembly.module_shards import ModuleState
+from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.errors import CheckpointError, ConfigError
-from megatron_lightning.models.pair import FrozenPair
-from megatron_lightning.parallel.tensor_shards import TensorShards
+from megatron_lightning.models.teacher_student import FrozenPair
+from megatron_lightning.parallel.shards.tensor_shards import TensorShards
 from megatron_lightning.peft.base_digest import digest_of_part, frozen_names
 from megatron_lightning.peft.lora import applied_to
 from megatron_lightning.peft.record import PEFT, Record, base_of, read_records, write_record

@@ -18,10 +18,10 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from megatron_lightning.assembly.entries import StateEntries
-from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.bridge.remembered import write_kept
+from megatron_lightning.assembly.state.module_shards import ModuleState
+from megatron_lightning.assembly.state.state_entries import StateEntries
+from megatron_lightning.bridge.remembered_folders import write_kept
 from megatron_lightning.checkpoint import TensorShards, open_checkpoint
 from megatron_lightning.checkpoint.agreement import together
 from megatron_lightning.checkpoint.format.naming import OWN
@@ -34,7 +34,7 @@ from megatron_lightning.checkpoint.vocabulary import fit_vocabulary
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.peft.record import left_out_of, read_records
 from megatron_lightning.strategies.checkpoint.adapters import AdapterCheckpoints
 from megatron_lightning.strategies.checkpoint.optimizers import (

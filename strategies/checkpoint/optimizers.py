@@ -20,7 +20,7 @@ from megatron_lightning.optim.stepping.group_names import (
     groups_of_rank,
     merge_groups,
 )
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 
 
 class OptimizerHandle(dict[str, Any]):

@@ -22,14 +22,14 @@ from megatron_lightning.checkpoint.agreement import gather
 from megatron_lightning.checkpoint.format.naming import OWN
 from megatron_lightning.checkpoint.format.structure import check_progress
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.replica_rng import (
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.random.replica_rng import (
     ReplicaStreams,
     host_states,
     plain_host_states,
     set_host_states,
 )
-from megatron_lightning.parallel.rng import EXPERTS
+from megatron_lightning.parallel.random.rng import EXPERTS
 from megatron_lightning.pipeline.batch.metrics import check_persistent_states
 from megatron_lightning.strategies.checkpoint.global_batch import step_size
 from megatron_lightning.strategies.checkpoint.loop_progress import (

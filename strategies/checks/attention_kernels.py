@@ -11,11 +11,11 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from megatron_lightning.config import TransformerConfig
-from megatron_lightning.layers.attention import CoreAttention
-from megatron_lightning.layers.attention_backend import chosen_backend
+from megatron_lightning.layers.attention.attention_backend import chosen_backend
+from megatron_lightning.layers.attention.self_attention import CoreAttention
 from megatron_lightning.layers.context.kernels import kernel_for
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.rules import check_attention_backend
 
 _LENGTH = 128  # of sequences in the question to torch

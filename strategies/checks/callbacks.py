@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.checkpoint.format.storage import is_remote
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.strategies.lightning_internals import uploads_checkpoints
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 _BLACKWELL = (10, 0)

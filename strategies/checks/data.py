@@ -5,9 +5,9 @@ from __future__ import annotations
 import lightning.pytorch as pl
 
 from megatron_lightning.config import PipelineOptions, TransformerConfig
-from megatron_lightning.data.batch_size import BatchSizeSchedule
+from megatron_lightning.data.order.batch_size import BatchSizeSchedule
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.rules import check_model_layout, check_vocabulary
 from megatron_lightning.strategies.checks.kinds import is_objective

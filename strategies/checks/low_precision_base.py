@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.stored_weight import stored_weights
+from megatron_lightning.parallel.shards.stored_weight import stored_weights
 from megatron_lightning.peft.lora import LoRA, applied_to
 from megatron_lightning.strategies.checkpoint.finetuning import announces_unfreezing
 from megatron_lightning.strategies.fp8 import quantizing

@@ -16,10 +16,10 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from megatron_lightning.bridge.deferred import deferred_weights
+from megatron_lightning.bridge.meta_models import deferred_weights
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.param_groups import check_rows
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.strategies.checks.kinds import (
     has_hook_of_gpt_module,
     has_hook_of_hugging_face_module,

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.precision.assignment import recipes_of_layers
 from megatron_lightning.precision.transformer_engine.build import check_layer
 from megatron_lightning.strategies.fp8 import quantizing

@@ -16,7 +16,7 @@ from megatron_lightning.assembly import partition
 from megatron_lightning.assembly.assemble import is_assembled
 from megatron_lightning.assembly.compile import check_blocks
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.grid import RankGrid
+from megatron_lightning.parallel.grid.grid import RankGrid
 from megatron_lightning.pipeline.batch.metrics import check_persistent_states
 from megatron_lightning.pipeline.schedules.advice import advice_on_full_batches
 from megatron_lightning.rules import (

@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.launch.ranks import ProcessGroups, is_default
 from megatron_lightning.strategies.launch.starts import Starts

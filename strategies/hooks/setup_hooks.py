@@ -25,7 +25,7 @@ from megatron_lightning.optim.optimizer_checks import (
     check_stepped_tensors,
 )
 from megatron_lightning.optim.stepping.chained import members
-from megatron_lightning.parallel.absent import AbsentListing, drop_absent
+from megatron_lightning.parallel.shards.other_stages import AbsentListing, drop_absent
 from megatron_lightning.strategies import lightning_internals as internals
 from megatron_lightning.strategies.checks import preflight
 from megatron_lightning.strategies.checks.connections import (

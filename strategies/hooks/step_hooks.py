@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from megatron_lightning.resilience.lone_ranks import BATCH, END_OF_TRAINING, VALIDATION
+from megatron_lightning.resilience.desync import BATCH, END_OF_TRAINING, VALIDATION
 from megatron_lightning.strategies.checkpoint.global_batch import keep_global_batch
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
 from megatron_lightning.strategies.step.gradients.manual import unwrapped
 from megatron_lightning.strategies.step.rerun import RerunResult
 
 if TYPE_CHECKING:
-    from megatron_lightning.inference.engine import Engine
-    from megatron_lightning.inference.options import EngineOptions
-    from megatron_lightning.inference.own_generate import OwnGenerate
-    from megatron_lightning.inference.requests import Decode
+    from megatron_lightning.inference.engine.engine_options import EngineOptions
+    from megatron_lightning.inference.engine.own_generate import OwnGenerate
+    from megatron_lightning.inference.engine.requests import Decode
+    from megatron_lightning.inference.engine.text_engine import Engine
 
 
 class StepHooks(RankHooks):

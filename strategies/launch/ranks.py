@@ -25,12 +25,12 @@ from megatron_lightning import compat
 from megatron_lightning.config import ContextOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.collectives import gather_sequence
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.nccl import NcclOptions
-from megatron_lightning.parallel.replica_rng import ReplicaStreams
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.parallel.grid.nccl import NcclOptions
+from megatron_lightning.parallel.random.replica_rng import ReplicaStreams
+from megatron_lightning.resilience.collective_log import Course
 from megatron_lightning.resilience.connections import cut_connections
-from megatron_lightning.resilience.course import Course
 from megatron_lightning.resilience.failure_watch import FailureWatch
 from megatron_lightning.resilience.restart import restarts_in_process
 from megatron_lightning.strategies import lightning_internals as internals

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from megatron_lightning.parallel.replica_rng import ReplicaRng
+from megatron_lightning.parallel.random.replica_rng import ReplicaRng
 from megatron_lightning.strategies.launch.csv_rows import CsvRows
 from megatron_lightning.strategies.lightning_internals import (
     has_experiment,

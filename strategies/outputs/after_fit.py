@@ -11,8 +11,8 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from megatron_lightning.assembly.full_state import FullState
-from megatron_lightning.assembly.module_shards import ModuleState
+from megatron_lightning.assembly.state.full_state import FullState
+from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.resilience.failure_watch import is_lost_connection
 from megatron_lightning.strategies.lightning_internals import saves_or_loads

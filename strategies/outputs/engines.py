@@ -13,14 +13,14 @@ from torch import nn
 
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference.drafts import check_drafts
-from megatron_lightning.inference.engine import Engine
-from megatron_lightning.inference.options import EngineOptions
-from megatron_lightning.inference.own_generate import OwnGenerate
-from megatron_lightning.inference.requests import Decode, RequestMaker
-from megatron_lightning.inference.routes import refuse_routes
+from megatron_lightning.inference.engine.engine_options import EngineOptions
+from megatron_lightning.inference.engine.expert_routes import refuse_routes
+from megatron_lightning.inference.engine.own_generate import OwnGenerate
+from megatron_lightning.inference.engine.requests import Decode, RequestMaker
+from megatron_lightning.inference.engine.speculative import check_drafts
+from megatron_lightning.inference.engine.text_engine import Engine
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.fp8 import quantizing
 

@@ -9,12 +9,12 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from megatron_lightning.assembly.full_state import FullState
+from megatron_lightning.assembly.state.full_state import FullState
 from megatron_lightning.bridge.export import write_folder
+from megatron_lightning.bridge.export_model import model_with_folder, plan_of_model
 from megatron_lightning.bridge.folder_model import Plan
-from megatron_lightning.bridge.give_back import model_with_folder, plan_of_model
 from megatron_lightning.bridge.lazy import Lazy
-from megatron_lightning.bridge.remembered import kept_folders
+from megatron_lightning.bridge.remembered_folders import kept_folders
 from megatron_lightning.bridge.state_names import state_tensors, tied_tensors
 from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_ranks, values_of
 from megatron_lightning.checkpoint import open_checkpoint
@@ -22,12 +22,12 @@ from megatron_lightning.checkpoint.agreement import on_first_rank
 from megatron_lightning.checkpoint.commit import HUGGING_FACE, is_committed
 from megatron_lightning.checkpoint.format.storage import is_remote, local_path
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.spec import Box
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.shards.spec import Box
 from megatron_lightning.peft.lora import applied_to
 from megatron_lightning.peft.merge import LayerDelta, deltas_in, merged_fills
 from megatron_lightning.peft.sources import read_tensors, record_of
-from megatron_lightning.precision.frozen_base import check_values
+from megatron_lightning.precision.qlora.frozen_base import check_values
 
 
 class LiveFolder:

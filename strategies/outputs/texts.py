@@ -6,14 +6,19 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from megatron_lightning.bridge.remembered import kept_folders, text_record
+from megatron_lightning.bridge.remembered_folders import kept_folders, text_record
 from megatron_lightning.checkpoint.kept_files import KeptFiles
-from megatron_lightning.data.tokenizers import TokenizerType
+from megatron_lightning.data.text.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference.engine import Engine
-from megatron_lightning.inference.options import EngineOptions
-from megatron_lightning.inference.own_generate import OwnGenerate
-from megatron_lightning.inference.text import Codec, codec_of, codec_of_files, load_codec
+from megatron_lightning.inference.commands.text_codec import (
+    Codec,
+    codec_of,
+    codec_of_files,
+    load_codec,
+)
+from megatron_lightning.inference.engine.engine_options import EngineOptions
+from megatron_lightning.inference.engine.own_generate import OwnGenerate
+from megatron_lightning.inference.engine.text_engine import Engine
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from megatron_lightning.strategies.outputs.engines import find_text_model

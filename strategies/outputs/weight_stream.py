@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.bridge.folder_model import Plan
 from megatron_lightning.bridge.new_folder import new_gpt_folder
-from megatron_lightning.bridge.remembered import kept_folders
+from megatron_lightning.bridge.remembered_folders import kept_folders
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.blueprint import saved_tensors

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_lightning.assembly.buffers import BufferSync
+from megatron_lightning.assembly.buffers.buffer_broadcast import BufferSync
 from megatron_lightning.assembly.fsdp import is_sharded
 from megatron_lightning.assembly.plan_watch import PlanWatch
 from megatron_lightning.pipeline.batch.metrics import MetricSync

@@ -16,8 +16,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only, tree_structure
 
-from megatron_lightning.parallel.absent import AbsentListing
 from megatron_lightning.parallel.numbers import number_on
+from megatron_lightning.parallel.shards.other_stages import AbsentListing
 from megatron_lightning.pipeline.batch.broadcast import StageBroadcast
 from megatron_lightning.pipeline.batch.microbatches import (
     batch_size_of,

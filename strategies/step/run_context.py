@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.progress import Progress
 

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from megatron_lightning.assembly.buffers import BufferSync
+from megatron_lightning.assembly.buffers.buffer_broadcast import BufferSync
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.pipeline.batch.metrics import MetricSync
 from megatron_lightning.pipeline.stages.parallel_call import (
@@ -24,6 +24,7 @@ from megatron_lightning.pipeline.stages.parallel_call import (
     replaced_attribute,
 )
 from megatron_lightning.strategies.step.checks.world_guard import WorldGuard
+from megatron_lightning.strategies.step.dummy_step import unseen
 from megatron_lightning.strategies.step.gradients.training import Training
 from megatron_lightning.strategies.step.loaders.batch_counts import (
     EvaluationCounts,
@@ -34,7 +35,6 @@ from megatron_lightning.strategies.step.participant import Participants, StepBat
 from megatron_lightning.strategies.step.participants import SharedParts, step_participants
 from megatron_lightning.strategies.step.rerun import Rerun, RerunResult, StepInputs
 from megatron_lightning.strategies.step.run_context import RunContext
-from megatron_lightning.strategies.step.unseen import unseen
 from megatron_lightning.strategies.step.values.sequence_parts import SequenceParts
 
 _ASK_BEFORE = "Ask for it in a hook before the step (setup, on_fit_start) and keep it."

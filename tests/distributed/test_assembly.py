@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.assembly.assemble import assemble, is_assembled, is_full, reattach
-from megatron_lightning.assembly.entries import StateEntries
-from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
+from megatron_lightning.assembly.state.module_shards import ModuleState
+from megatron_lightning.assembly.state.state_entries import StateEntries
 from megatron_lightning.checkpoint import open_checkpoint, read_full, save_sharded
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules.actions import Placement
 from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks

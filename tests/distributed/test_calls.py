@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_lightning.errors import RankError
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 from tests.helpers.ranks import run_ranks
 
 

@@ -29,7 +29,7 @@ from megatron_lightning.checkpoint import (
 from megatron_lightning.checkpoint.source import DirectorySource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
-from megatron_lightning.parallel.spec import is_writer
+from megatron_lightning.parallel.shards.spec import is_writer
 from tests.helpers.ranks import run_ranks
 
 # name -> (global shape, dim that is split over tp or None, blocks)

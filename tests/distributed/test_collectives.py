@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_lightning.layers import vocab_parallel_cross_entropy
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.parallel import collectives as c
-from megatron_lightning.parallel.spec import shard_range
+from megatron_lightning.parallel.shards.spec import shard_range
 from tests.helpers.ranks import run_ranks
 
 PAIRS = [

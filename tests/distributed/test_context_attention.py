@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron_lightning.config import ContextOptions
 from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.attention.sequence_info import Documents, SequenceInfo
 from megatron_lightning.layers.context import backends
 from megatron_lightning.layers.context.backends import BACKENDS
-from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, sequence_exchange
 from megatron_lightning.parallel.sequence import SequencePart, join
 from tests.helpers.ranks import run_ranks

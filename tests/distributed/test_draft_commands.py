@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-from megatron_lightning.inference.generate import generate
+from megatron_lightning.inference.commands.generate import generate
 from tests.distributed.test_drafts import save
 from tests.helpers.layouts import tiny_config
 from tests.helpers.spoken import make_spoken

@@ -17,10 +17,10 @@ import torch
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Engine, EngineOptions
-from megatron_lightning.inference.batch import Portion
-from megatron_lightning.inference.drafts import make_drafter
-from megatron_lightning.inference.scheduler import Scheduler
-from megatron_lightning.layers.sequence_info import SequenceInfo
+from megatron_lightning.inference.engine.request_batch import Portion
+from megatron_lightning.inference.engine.scheduler import Scheduler
+from megatron_lightning.inference.engine.speculative import make_drafter
+from megatron_lightning.layers.attention.sequence_info import SequenceInfo
 from megatron_lightning.models.transformer import GPTModel
 from tests.distributed.test_inference_engine import (
     CONFIGS,

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_lightning.layers import ColumnParallelLinear, RowParallelLinear, gemm
-from megatron_lightning.layers.split_backward import split_backwards
+from megatron_lightning.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_lightning.layers.linear import gemm
+from megatron_lightning.layers.linear.split_backward import split_backwards
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 from megatron_lightning.precision import FP8Recipe

@@ -16,15 +16,15 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.checkpoint import TensorShards, save_sharded
 from megatron_lightning.config import MoEConfig, TransformerConfig
-from megatron_lightning.data.tokenizers import train_sentencepiece
+from megatron_lightning.data.text.tokenizers import train_sentencepiece
 from megatron_lightning.errors import CheckpointError, ConfigError
-from megatron_lightning.inference.engine import Engine
-from megatron_lightning.inference.generate import generate
-from megatron_lightning.inference.load import read_config
-from megatron_lightning.inference.sampling import Sampling, sample
+from megatron_lightning.inference.commands.generate import generate
+from megatron_lightning.inference.commands.load import read_config
+from megatron_lightning.inference.engine.text_engine import Engine
+from megatron_lightning.inference.engine.uncached_loop import Sampling, sample
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks

@@ -25,11 +25,11 @@ from megatron_lightning.config import (
 )
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Engine, EngineOptions, Sampling, sample
-from megatron_lightning.inference.batch import Batch
-from megatron_lightning.inference.scheduler import Scheduler
-from megatron_lightning.layers.key_cache import CacheStep, KeyStore
+from megatron_lightning.inference.engine.request_batch import Batch
+from megatron_lightning.inference.engine.scheduler import Scheduler
+from megatron_lightning.layers.state.key_cache import CacheStep, KeyStore
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 from tests.distributed.test_generate import save_plain
 from tests.helpers.hf_weights import from_llama
 from tests.helpers.layouts import tiny_config

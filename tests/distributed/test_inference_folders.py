@@ -13,9 +13,9 @@ import torch
 
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.inference import Engine, EngineOptions, Sampling, load_engine
-from megatron_lightning.inference.generate import generate
-from megatron_lightning.inference.load import check_model, find_model
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.inference.commands.generate import generate
+from megatron_lightning.inference.commands.load import check_model, find_model
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 from tests.helpers.ranks import run_ranks
 
 pytest.importorskip("transformers")

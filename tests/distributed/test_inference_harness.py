@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 from megatron_lightning.callbacks import EvaluateTasks
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import EngineOptions, Sampling, load_engine
-from megatron_lightning.inference.evaluate import evaluate, sharing_of
-from megatron_lightning.inference.load import find_codec
+from megatron_lightning.inference.commands.evaluate import evaluate, sharing_of
+from megatron_lightning.inference.commands.load import find_codec
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.strategies import MegatronStrategy
 from tests.distributed.test_draft_commands import make_drafting
 from tests.helpers.ranks import run_ranks
@@ -68,7 +68,7 @@ def write_tasks(folder: Path) -> str:
 
 
 def results_of(model: Any, tasks: str) -> tuple[dict[str, float], list[str]]:
-    from megatron_lightning.inference.harness import evaluate_tasks, values_of
+    from megatron_lightning.inference.commands.harness import evaluate_tasks, values_of
 
     before = random.getstate(), torch.get_rng_state()
     results = evaluate_tasks(model, TASKS, include_path=tasks, log_samples=True)
@@ -79,7 +79,7 @@ def results_of(model: Any, tasks: str) -> tuple[dict[str, float], list[str]]:
 
 def ours(folder: str, tasks: str, layout: dict[str, Any]) -> Any:
     os.environ.update(OFFLINE)
-    from megatron_lightning.inference.harness import HarnessModel
+    from megatron_lightning.inference.commands.harness import HarnessModel
 
     codec = find_codec(folder)
     engine = load_engine(
@@ -105,7 +105,7 @@ def theirs(folder: str, tasks: str) -> Any:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from megatron_lightning.inference.harness import values_of
+    from megatron_lightning.inference.commands.harness import values_of
 
     model = HFLM(pretrained=folder, batch_size=4, device="cpu", dtype="float32")
     results: Any = simple_evaluate(
@@ -155,7 +155,7 @@ def _requests(folder: str, layout: dict[str, Any]) -> Any:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from megatron_lightning.inference.harness import HarnessModel
+    from megatron_lightning.inference.commands.harness import HarnessModel
 
     codec = find_codec(folder)
     engine = load_engine(folder, ParallelLayout(**layout), stops=codec.stops, decode=codec.decode)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_lightning.layers.linear import VocabParallelLinear
-from megatron_lightning.layers.linear_loss import Head, linear_losses
-from megatron_lightning.layers.loss import VocabParallelCrossEntropy
+from megatron_lightning.layers.linear.parallel_linear import VocabParallelLinear
+from megatron_lightning.layers.losses.linear_loss import Head, linear_losses
+from megatron_lightning.layers.losses.loss import VocabParallelCrossEntropy
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
-from megatron_lightning.parallel.spec import shard_range
+from megatron_lightning.parallel.shards.spec import shard_range
 from tests.helpers.ranks import run_ranks
 
 SEQUENCE, BATCH, HIDDEN = 12, 3, 8

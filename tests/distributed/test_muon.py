@@ -25,10 +25,10 @@ from megatron_lightning.optim import (
     GradientReducer,
     Muon,
 )
-from megatron_lightning.optim.stepping.matrices import names_of_matrices
+from megatron_lightning.optim.stepping.owners import names_of_matrices
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec, parallelize
-from megatron_lightning.parallel.sharding import named_shard_specs
-from megatron_lightning.parallel.tensor_shards import TensorShards
+from megatron_lightning.parallel.shards.sharding import named_shard_specs
+from megatron_lightning.parallel.shards.tensor_shards import TensorShards
 from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 

@@ -18,7 +18,7 @@ from megatron_lightning.optim import (
     global_grad_norm,
 )
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
-from megatron_lightning.parallel.sharding import named_shard_specs
+from megatron_lightning.parallel.shards.sharding import named_shard_specs
 from tests.helpers.ranks import run_ranks
 
 NUM_SAMPLES, NUM_STEPS = 8, 4

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError, PipelineError
-from megatron_lightning.layers.split_backward import split_backwards
+from megatron_lightning.layers.linear.split_backward import split_backwards
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.pipeline import schedules
 from megatron_lightning.pipeline.executor import PipelineExecutor

@@ -17,7 +17,7 @@ from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import PipelineError
 from megatron_lightning.optim import DistributedOptimizer, GradientReducer, global_grad_norm
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
-from megatron_lightning.parallel.spec import Box
+from megatron_lightning.parallel.shards.spec import Box
 from tests.helpers.ranks import run_ranks
 
 

@@ -15,7 +15,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Engine, EngineOptions, Sampling
 from megatron_lightning.layers.moe import Router
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 from tests.distributed.test_generate import save_plain
 from tests.distributed.test_inference_engine import LAYOUTS, SIZES
 from tests.helpers.layouts import tiny_config

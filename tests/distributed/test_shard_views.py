@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.stepping.rebound import ShardedParameter
+from megatron_lightning.optim.stepping.reassigned_data import ShardedParameter
 from tests.helpers.ranks import run_ranks
 
 COPIES: list[Callable[[Any], object]] = [

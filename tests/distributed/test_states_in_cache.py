@@ -10,10 +10,10 @@ import pytest
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Engine, EngineOptions
-from megatron_lightning.inference.batch import Batch
-from megatron_lightning.inference.cache import StateRows
-from megatron_lightning.inference.scheduler import Scheduler
-from megatron_lightning.layers.state_store import StateStore
+from megatron_lightning.inference.engine.key_slots import StateRows
+from megatron_lightning.inference.engine.request_batch import Batch
+from megatron_lightning.inference.engine.scheduler import Scheduler
+from megatron_lightning.layers.state.state_store import StateStore
 from tests.distributed.test_generate import save_plain
 from tests.distributed.test_inference_engine import (
     CONFIGS,

@@ -21,14 +21,14 @@ from megatron_lightning.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    linear,
 )
-from megatron_lightning.layers.split_backward import split_backwards
+from megatron_lightning.layers.linear import parallel_linear
+from megatron_lightning.layers.linear.split_backward import split_backwards
 from megatron_lightning.layers.styles import ColumnParallel, RowParallel
 from megatron_lightning.models import GPTModel, TransformerConfig
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, parallelize
-from megatron_lightning.parallel.materialize import materialize
-from megatron_lightning.parallel.sharding import ShardingPlan, named_shard_specs
+from megatron_lightning.parallel.shards.materialize import materialize
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, named_shard_specs
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 from tests.helpers import oracle_model
 from tests.helpers.layouts import tiny_config
@@ -248,7 +248,7 @@ def test_megatron_core_run_is_reproduced(index: int) -> None:
 def compiled_and_checkpointed(as_on_gpus: bool) -> None:
     """Compile and recompute a layer, on CPUs or with inputs that backward gathers again."""
     if as_on_gpus:
-        linear.overlaps = lambda x: True  # of this process; a mock cannot be traced
+        parallel_linear.overlaps = lambda x: True  # of this process; a mock cannot be traced
     context, config = tensor_parallel(True), config_of()
     model = sharded(config, context)
     layer = model.decoder.layers["0"]

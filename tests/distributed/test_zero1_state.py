@@ -15,7 +15,7 @@ from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.optim import DistributedOptimizer, GradientReducer
 from megatron_lightning.optim.stepping.elementwise import require_elementwise
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
-from megatron_lightning.parallel.tensor_shards import TensorShards
+from megatron_lightning.parallel.shards.tensor_shards import TensorShards
 from tests.helpers.ranks import run_ranks
 
 # Saved state: (name, key) -> (dtype, array); hyper-parameters of each group.

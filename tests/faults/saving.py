@@ -30,8 +30,8 @@ from megatron_lightning.checkpoint import TensorShards, is_committed, open_check
 from megatron_lightning.checkpoint.background import BackgroundJob, HostBuffer
 from megatron_lightning.checkpoint.saving import take_snapshot, write_snapshot
 from megatron_lightning.checkpoint.tools.verification import verify
-from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.spec import Shard
+from megatron_lightning.parallel.grid.context import AxisGroup
+from megatron_lightning.parallel.shards.spec import Shard
 
 ROWS, COLUMNS, NUM_TENSORS = 64, 24, 5
 MAX_FILE_BYTES = 16_000  # some files a rank

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megatron_lightning.checkpoint import read_full
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.strategies import MegatronStrategy
 from tests.faults.saving import alone, run_two, save, sound_version_of, version_of, wait_all
 from tests.helpers.ranks import run_ranks

@@ -36,9 +36,9 @@ from megatron_lightning.checkpoint.tools.pruning import find_prunable
 from megatron_lightning.checkpoint.tools.verification import verify
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.inference.load import read_config
+from megatron_lightning.inference.commands.load import read_config
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.parallel.spec import Shard
+from megatron_lightning.parallel.shards.spec import Shard
 from megatron_lightning.strategies import ShardedCheckpointIO
 from tests.helpers import squashed_layer  # noqa: F401  # imported, and so known by name
 from tests.helpers.toy import ToyData, ToyModule

@@ -22,7 +22,7 @@ import pytest
 from megatron_lightning.checkpoint import is_committed, open_checkpoint
 from megatron_lightning.checkpoint.source import DirectorySource
 from megatron_lightning.checkpoint.tools.verification import verify
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 from tests.faults.processes import run_to_the_end
 from tests.faults.saving import run_two
 from tests.faults.training import STEPS, Points, train

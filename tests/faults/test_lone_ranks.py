@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lightning.resilience.course import Course, Record, apart, crosses, passed
+from megatron_lightning.resilience.collective_log import Course, Record, apart, crosses, passed
 from tests.faults.processes import run_to_the_end
 
 ALIKE = "reduce_boolean_decision"

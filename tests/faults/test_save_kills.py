@@ -14,7 +14,7 @@ from typing import Literal
 import pytest
 
 from megatron_lightning.checkpoint import is_committed, remove_checkpoint
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 from tests.faults.saving import (
     Fuse,
     Save,

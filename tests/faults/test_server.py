@@ -29,8 +29,8 @@ import transformers
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Sampling, load_engine
-from megatron_lightning.inference.load import find_codec
-from megatron_lightning.inference.serve import serve
+from megatron_lightning.inference.commands.load import find_codec
+from megatron_lightning.inference.commands.serve import serve
 from tests.distributed.test_draft_commands import make_drafting
 from tests.helpers.spoken import TEXT, make_spoken
 

@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.assembly.assemble import assemble
 from megatron_lightning.bridge import AutoBridge
-from megatron_lightning.bridge.deferred import deferred_weights
-from megatron_lightning.bridge.untouched import read_weights
+from megatron_lightning.bridge.meta_models import deferred_weights
+from megatron_lightning.bridge.transformers_model import read_weights
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.peft import LoRA, load_adapters, save_adapters
 from megatron_lightning.pipeline.schedules import resolve
 from megatron_lightning.strategies import MegatronStrategy
@@ -167,7 +167,7 @@ def test_training_a_folder_equals_the_cpu(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_command_line_trains_a_bf16_folder_and_writes_one(tmp_path: Path) -> None:
-    from megatron_lightning.data.preprocess import preprocess
+    from megatron_lightning.data.text.preprocess import preprocess
     from tests.helpers.spoken import TEXT, make_spoken
 
     folder = make_spoken(tmp_path)

@@ -20,15 +20,15 @@ from megatron_lightning.layers import (
     SequenceInfo,
     vocab_parallel_cross_entropy,
 )
-from megatron_lightning.layers.gemm import Gemm
-from megatron_lightning.layers.linear_loss import Head, linear_losses
-from megatron_lightning.layers.loss import CrossEntropy
-from megatron_lightning.layers.recompute import apply_recompute
+from megatron_lightning.layers.linear.gemm import Gemm
+from megatron_lightning.layers.losses.linear_loss import Head, linear_losses
+from megatron_lightning.layers.losses.loss import CrossEntropy
+from megatron_lightning.layers.state.recompute import apply_recompute
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import DistributedOptimizer, GradientReducer
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
-from megatron_lightning.parallel.rng import RngStreams
+from megatron_lightning.parallel.random.rng import RngStreams
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from megatron_lightning.strategies.step.loaders.transfer import BatchCopies
 

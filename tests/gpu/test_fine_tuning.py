@@ -15,7 +15,7 @@ pytest.importorskip("transformers", "5")
 
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.modules import FinetuneDataModule, GPTLightningModule, HuggingFaceModule
-from megatron_lightning.parallel.stored_weight import plain_tensors, stored_weights
+from megatron_lightning.parallel.shards.stored_weight import plain_tensors, stored_weights
 from megatron_lightning.peft import LoRA
 from tests.gpu.against_cpu import (
     BF16_RTOL,

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from megatron_lightning.config import TransformerConfig
-from megatron_lightning.layers.gemm import Gemm, matmul
+from megatron_lightning.layers.linear.gemm import Gemm, matmul
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.assignment import apply_recipe
 from megatron_lightning.precision.backends import choose_backend
+from megatron_lightning.precision.delayed_scaling import advance
 from megatron_lightning.precision.emulation import EmulatedGemm
-from megatron_lightning.precision.history import advance
 from megatron_lightning.precision.native import NativeGemm, find_gpu
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
 

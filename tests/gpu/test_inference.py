@@ -27,10 +27,10 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.callbacks import SampleText
 from megatron_lightning.compat import ragged_attention
-from megatron_lightning.data.tokenizers import train_sentencepiece
+from megatron_lightning.data.text.tokenizers import train_sentencepiece
 from megatron_lightning.inference import Engine, EngineOptions, Sampling, load_engine, sample
-from megatron_lightning.inference.load import find_codec
-from megatron_lightning.inference.sampling import draw
+from megatron_lightning.inference.commands.load import find_codec
+from megatron_lightning.inference.engine.uncached_loop import draw
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
@@ -158,7 +158,7 @@ def test_the_kernel_over_pages(dtype: torch.dtype, groups: int, size: int, windo
         tables.append([pages.pop() for _ in range(-(-end // block))])
     pools = torch.randn(2, 10 * block, groups, size, device=CUDA, dtype=dtype)
     q = torch.randn(sum(counts), 8, size, device=CUDA, dtype=dtype)
-    from megatron_lightning.layers import key_cache
+    from megatron_lightning.layers.state import key_cache
 
     numbers = torch.tensor([counts, ends], dtype=torch.int32)
     both = torch.cat((numbers, torch.nn.functional.pad(numbers.cumsum(1), (1, 0))), 1)
@@ -389,8 +389,8 @@ def test_untouched_models_write_by_their_own_generate(tmp_path: Path) -> None:
 
 def test_the_harness_scores_as_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval.evaluator")
-    from megatron_lightning.inference.evaluate import sharing_of
-    from megatron_lightning.inference.harness import HarnessModel
+    from megatron_lightning.inference.commands.evaluate import sharing_of
+    from megatron_lightning.inference.commands.harness import HarnessModel
     from tests.distributed.test_inference_harness import OFFLINE, results_of, write_tasks
 
     # The last one is set by lm_eval.

@@ -14,7 +14,7 @@ from megatron_lightning.callbacks import MemoryMonitor, ThroughputMonitor
 from megatron_lightning.callbacks.clock import Clock
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.planning.peaks import peak_flops
+from megatron_lightning.planning.search.peaks import peak_flops
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.trainers import trainer
 

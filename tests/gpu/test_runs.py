@@ -27,9 +27,9 @@ from tests.gpu.against_cpu import (
 from tests.helpers import hf_models
 from tests.helpers.layouts import tiny_config, token_rows
 from tests.helpers.toy import ToyData
-from tests.lightning.test_blended_data import _data, _module, _write
-from tests.lightning.test_masked_module import data_of, folder, module_of
-from tests.lightning.test_rerun import _Again, _Drawing
+from tests.lightning.data.test_blended_data import _data, _module, _write
+from tests.lightning.modules.test_masked_module import data_of, folder, module_of
+from tests.lightning.resume.test_rerun import _Again, _Drawing
 
 transformers = pytest.importorskip("transformers", "5")
 

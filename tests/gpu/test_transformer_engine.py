@@ -20,7 +20,7 @@ from megatron_lightning.config import MoEConfig, RecomputeOptions, TransformerCo
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim.gradients.parameter_storage import all_reduce
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.backends import Backend
 from megatron_lightning.precision.quantized_data import (

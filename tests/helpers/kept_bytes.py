@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_lightning.layers.rotary import RotaryEmbedding
+from megatron_lightning.layers.attention.rotary import RotaryEmbedding
 
 
 def kept_bytes(layer: nn.Module, *, batch: int, sequence: int) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.parallel.sharding import named_shard_specs
+from megatron_lightning.parallel.shards.sharding import named_shard_specs
 
 ORACLES = Path(__file__).parent.parent / "oracles"
 NUM_STEPS = 4

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megatron_lightning.layers.gemm import Gemm, Operand
+from megatron_lightning.layers.linear.gemm import Gemm, Operand
 from megatron_lightning.precision.emulation import EmulatedGemm
 from megatron_lightning.precision.formats import FORMAT_MAX, cast, power_of_two_below
 

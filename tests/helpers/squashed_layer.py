@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.config import TransformerConfig
+from megatron_lightning.layers.attention.rotary import RotaryEmbedding
+from megatron_lightning.layers.attention.sequence_info import SequenceInfo
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.norm import build_norm
-from megatron_lightning.layers.rotary import RotaryEmbedding
-from megatron_lightning.layers.sequence_info import SequenceInfo
 from megatron_lightning.models.blueprint import Weight, mlp, norm
-from megatron_lightning.planning import layers
-from megatron_lightning.planning.layers import Sizes
-from megatron_lightning.planning.tape import Operation
+from megatron_lightning.planning.ledger import layer_tapes
+from megatron_lightning.planning.ledger.layer_tapes import Sizes
+from megatron_lightning.planning.ledger.tape import Operation
 
 
 class SquashedLayer(nn.Module):
@@ -53,7 +53,7 @@ class Squashed:
         normed, size = f"{path} normed", sizes.stream_bytes
         output = f"{path} output"
         return [
-            layers.norm(sizes, f"{path}.layernorm", stream, normed),
-            *layers.mlp(sizes, f"{path}.feed_forward", normed, sizes.config.ffn_size),
+            layer_tapes.norm(sizes, f"{path}.layernorm", stream, normed),
+            *layer_tapes.mlp(sizes, f"{path}.feed_forward", normed, sizes.config.ffn_size),
             Operation(path=path, keeps={f"{path} tanh": size}, makes=(output,), forward_bytes=size),
         ]

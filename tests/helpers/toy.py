@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from megatron_lightning.data.reading_thread import ReadingThreadLoader
+from megatron_lightning.data.order.reading_thread import ReadingThreadLoader
 from tests.helpers.toy_decoder import SEQUENCE, VOCABULARY, ToyDecoder
 
 

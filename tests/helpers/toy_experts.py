@@ -29,9 +29,9 @@ from megatron_lightning.parallel.collectives import (
     reduce_scatter,
     scatter,
 )
-from megatron_lightning.parallel.context import ALONE, AxisGroup
-from megatron_lightning.parallel.rng import RngStreams
-from megatron_lightning.parallel.sharding import take_shards
+from megatron_lightning.parallel.grid.context import ALONE, AxisGroup
+from megatron_lightning.parallel.random.rng import RngStreams
+from megatron_lightning.parallel.shards.sharding import take_shards
 
 HIDDEN, WIDTH, EXPERTS, SEQUENCE = 8, 12, 4, 4
 

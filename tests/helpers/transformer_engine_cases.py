@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.config import MoEConfig, TransformerConfig
-from megatron_lightning.layers.attention import CoreAttention
+from megatron_lightning.layers.attention.self_attention import CoreAttention
 from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, parallelize
 from megatron_lightning.precision import FP8Recipe

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron_lightning.bridge import AutoBridge, commands, untouched
+from megatron_lightning.bridge import AutoBridge, commands, transformers_model
 from megatron_lightning.modules import GPTLightningModule
 from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
@@ -59,7 +59,7 @@ def _fit(path: Path, options: dict[str, Any] | None, batch_size: int, target: Pa
         learning_rate=1e-2,
         eps=1e-3,  # Adam would make steps of gradients that are 0 but for rounding (key biases)
     )
-    counted, read = [0, 0], untouched.read_weights
+    counted, read = [0, 0], transformers_model.read_weights
 
     def count(module: Any, *args: Any) -> int:
         num_bytes = read(module, *args)
@@ -68,7 +68,7 @@ def _fit(path: Path, options: dict[str, Any] | None, batch_size: int, target: Pa
         return num_bytes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_lightning.bridge.untouched.read_weights", count)
+        patch.setattr("megatron_lightning.bridge.transformers_model.read_weights", count)
         run = fit(options, module, DataLoader(rows, batch_size=batch_size), max_epochs=1)
     run.trainer.save_checkpoint(target)
     module.save_hf_pretrained(str(target.with_suffix(".live")))  # from the parts of the ranks

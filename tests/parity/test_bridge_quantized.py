@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_lightning.bridge import AutoBridge, commands
 from megatron_lightning.errors import CheckpointError, ConfigError
-from megatron_lightning.parallel.spec import Box
+from megatron_lightning.parallel.shards.spec import Box
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron_lightning.bridge import untouched
+from megatron_lightning.bridge import transformers_model
 from megatron_lightning.bridge.auto import AutoBridge
 from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
@@ -78,7 +78,7 @@ def _fit(path: Path, options: dict[str, Any] | None, batch_size: int) -> Outcome
         0, VOCABULARY, (STEPS * BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(5)
     )
     rows: Any = [{"ids": t[:-1], "labels": t[1:]} for t in text]
-    counted, read = [0, 0], untouched.read_weights
+    counted, read = [0, 0], transformers_model.read_weights
 
     def count(module: Any, *args: Any) -> int:
         num_bytes = read(module, *args)
@@ -89,7 +89,7 @@ def _fit(path: Path, options: dict[str, Any] | None, batch_size: int) -> Outcome
         return num_bytes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_lightning.bridge.untouched.read_weights", count)
+        patch.setattr("megatron_lightning.bridge.transformers_model.read_weights", count)
         run = fit(options, FromFolder(path), DataLoader(rows, batch_size=batch_size), max_epochs=1)
     return Outcome(run.losses, *counted)
 

@@ -15,7 +15,7 @@ import pytest
 from megatron_lightning.assembly.compile import compile_blocks, is_compiled
 from megatron_lightning.assembly.part import describe_part
 from megatron_lightning.config import CompileOptions, PipelineOptions, RecomputeOptions
-from megatron_lightning.layers.linear_loss import TakesLoss
+from megatron_lightning.layers.losses.linear_loss import TakesLoss
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy

@@ -31,7 +31,7 @@ from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardingPlan, parallelize
 from megatron_lightning.parallel.documents import Documents
 from megatron_lightning.parallel.sequence import SequencePart, join
-from megatron_lightning.parallel.sharding import named_shard_specs
+from megatron_lightning.parallel.shards.sharding import named_shard_specs
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
 from tests.helpers.layouts import CP, MICRO, PP, TP, VPP, fit, tiny_config

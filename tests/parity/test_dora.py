@@ -83,7 +83,7 @@ def test_merging_in_boxes_is_merging_at_once() -> None:
     for name, parameter in model.named_parameters():
         if "lora_magnitude" in name:
             parameter.data.mul_(1.3)
-    from megatron_lightning.parallel.spec import Box
+    from megatron_lightning.parallel.shards.spec import Box
     from megatron_lightning.peft.merge import deltas_in, merged_fills
 
     parameters = dict(model.named_parameters())

@@ -36,8 +36,8 @@ from megatron_lightning.layers.styles.expert import ExpertRouter
 from megatron_lightning.optim import clipping
 from megatron_lightning.optim.gradients.data_groups import DataGroups
 from megatron_lightning.parallel import ParallelContext, ShardingPlan
-from megatron_lightning.parallel.context import ALONE
-from megatron_lightning.parallel.spec import ShardSpec, is_writer
+from megatron_lightning.parallel.grid.context import ALONE
+from megatron_lightning.parallel.shards.spec import ShardSpec, is_writer
 from tests.helpers.ranks import run_ranks
 from tests.parity.test_experts import EP, ETP, TP, _one, _train
 

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_lightning.assembly.fused_loss import fuse_losses
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers.loss import CrossEntropy
-from megatron_lightning.layers.pending_logits import PendingLogits
+from megatron_lightning.layers.losses.lazy_logits import PendingLogits
+from megatron_lightning.layers.losses.loss import CrossEntropy
 from megatron_lightning.models.awaited_losses import awaited_losses
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers import hf_models

@@ -14,7 +14,7 @@ from megatron_lightning.layers import StepReport
 from megatron_lightning.models.transformer_layers import TransformerLayer
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel.collectives import copy_to_axis, reduce_from_axis
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 from tests.helpers.language_model import SEQUENCE, VOCABULARY, small_gpt
 from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks

@@ -19,7 +19,7 @@ from megatron_lightning.checkpoint import consolidate
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.styles import DispatchedExperts, Split, TensorParallelExperts
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardingPlan, parallelize
-from megatron_lightning.parallel.sharding import named_shard_specs
+from megatron_lightning.parallel.shards.sharding import named_shard_specs
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers import hf_models
 from tests.helpers.hf_models import Untouched

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.plans.hf_plans import transformers_plan
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, parallelize
-from megatron_lightning.parallel.sharding import named_shard_specs
+from megatron_lightning.parallel.shards.sharding import named_shard_specs
 from tests.helpers import hf_models
 from tests.helpers.ranks import run_ranks
 

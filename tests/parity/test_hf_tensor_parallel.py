@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from megatron_lightning.checkpoint import consolidate
 from megatron_lightning.models import llama_hf_plan
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, parallelize
-from megatron_lightning.parallel.sharding import named_shard_specs
+from megatron_lightning.parallel.shards.sharding import named_shard_specs
 from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
 

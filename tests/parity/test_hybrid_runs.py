@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.config import DeltaNetConfig, MambaConfig, TransformerConfig
 from megatron_lightning.models import GPTModel
-from megatron_lightning.parallel.sharding import named_shard_specs
+from megatron_lightning.parallel.shards.sharding import named_shard_specs
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers import oracle_model
 from tests.helpers.ranks import run_ranks

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("transformers", "5")
 
+from megatron_lightning.layers.adapters.stacked_adapters import is_stack
 from megatron_lightning.layers.moe.experts import GroupedLinear
-from megatron_lightning.layers.stacked_adapters import is_stack
 from megatron_lightning.models import TransformerConfig
 from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
 from megatron_lightning.peft import LoRA

@@ -21,8 +21,8 @@ from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.state_space.mamba import MambaMixer
 from megatron_lightning.layers.styles import GroupedHeads
 from megatron_lightning.models import GPTModel
-from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.parallel.shards.sharding import ShardingPlan
 from tests.helpers.layouts import LAYOUTS as NAMED
 from tests.helpers.layouts import Fit, Layout, fit, make_layout, tiny_config
 from tests.helpers.ranks import run_ranks

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_lightning.data.packing import Rows, pack
-from megatron_lightning.data.sft import Document
-from megatron_lightning.data.supervised import RowDataset
+from megatron_lightning.data.chat.chat_encoding import Document
+from megatron_lightning.data.rows.packed_rows import RowDataset
+from megatron_lightning.data.rows.packing import Rows, pack
 from tests.helpers.layouts import fit_losses
 from tests.helpers.ranks import run_ranks
 from tests.parity.test_chat_data import SEQUENCE, VOCABULARY, make_folder, make_module

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from megatron_lightning.config import RecomputeOptions, TransformerConfig
 from megatron_lightning.models import GPTModel
-from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.planning.activations import stage_profile
-from megatron_lightning.planning.layers import Sizes
-from megatron_lightning.planning.precision import precision_of
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.planning.ledger.activation_memory import stage_profile
+from megatron_lightning.planning.ledger.layer_tapes import Sizes
+from megatron_lightning.planning.ledger.precision_bytes import precision_of
 from tests.helpers.layouts import tiny_config
 
 BATCH, SEQUENCE = 2, 64

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.layers.attention import CoreAttention
+from megatron_lightning.layers.attention.self_attention import CoreAttention
 from megatron_lightning.models import GPTModel
 from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks

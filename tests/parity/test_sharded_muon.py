@@ -23,8 +23,8 @@ from megatron_lightning.config import CompileOptions, DataParallelOptions, MoECo
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import ChainedOptimizer, Muon
-from megatron_lightning.parallel.sharding import named_shard_specs
-from megatron_lightning.parallel.ties import tied_names
+from megatron_lightning.parallel.shards.sharding import named_shard_specs
+from megatron_lightning.parallel.shards.ties import tied_names
 from tests.helpers.layouts import EP, ETP, PP, TP, fit
 from tests.helpers.ranks import run_ranks
 from tests.parity.test_layouts import _config, _samples

@@ -13,7 +13,7 @@ import yaml
 
 from benchmarks.recipe_table import MODELS
 from megatron_lightning.cli import trainer_cli
-from megatron_lightning.data.tokenizers import train_sentencepiece
+from megatron_lightning.data.text.tokenizers import train_sentencepiece
 from megatron_lightning.models import num_parameters
 from megatron_lightning.modules import (
     FinetuneDataModule,
@@ -21,7 +21,7 @@ from megatron_lightning.modules import (
     MaskedDataModule,
     PretrainDataModule,
 )
-from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.rules import check_model_layout
 from megatron_lightning.strategies import MegatronStrategy
 

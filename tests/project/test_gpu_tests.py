@@ -35,7 +35,7 @@ def test_a_report_becomes_a_record(tmp_path: Path) -> None:
         _case("test_other", "<failure/>"),
         _case("test_leaks"),
         _case("test_leaks", "<error/>"),
-        '<testcase classname="tests.unit.test_norm" name="test_norm"/>',
+        '<testcase classname="tests.unit.layers.test_norm" name="test_norm"/>',
     ]
     add(read_report(_report(tmp_path, *cases)), path)
     found = {name.partition("::")[2]: each.outcome for name, each in read_record(path).items()}

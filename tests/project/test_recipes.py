@@ -11,9 +11,9 @@ from benchmarks.recipe_table import RecipeFiles, described, recipes, table
 from megatron_lightning.cli import main, trainer_cli
 from megatron_lightning.models import num_parameters
 from megatron_lightning.planning import recipe_files
-from megatron_lightning.planning.devices import planned_device
-from megatron_lightning.planning.recipe import read_recipe
-from megatron_lightning.planning.sections import Errors
+from megatron_lightning.planning.recipe.recipe_reader import read_recipe
+from megatron_lightning.planning.recipe.sections import Errors
+from megatron_lightning.planning.search.devices import planned_device
 from megatron_lightning.strategies import MegatronStrategy
 
 CONFIGS = Path(__file__).parents[2] / "configs"

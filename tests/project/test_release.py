@@ -90,7 +90,7 @@ def test_the_wheel_holds_each_module_once(wheel: Path) -> None:
     recipes = {f"megatron_lightning/recipes/{name}.yaml" for name in recipe_files.recipes()}
     assert len(recipes) > 30 and recipes <= set(names)
     page = {"index.html", "page.css", "page.js"}
-    assert {f"megatron_lightning/inference/static/{file}" for file in page} <= set(names)
+    assert {f"megatron_lightning/inference/serving/static/{file}" for file in page} <= set(names)
 
 
 @pytest.mark.slow

@@ -119,10 +119,10 @@ def test_tests_are_of_their_feature_and_column() -> None:
 
 
 def test_a_test_of_something_else_is_seen() -> None:
-    source = source_of("lightning/test_manual.py::test_two_optimizers")
+    source = source_of("lightning/training/test_manual.py::test_two_optimizers")
     assert re.search("automatic_optimization", source)
     assert not re.search(OF_COLUMN["pp"], source)
-    assert not source_of("lightning/test_manual.py::test_three_optimizers")
+    assert not source_of("lightning/training/test_manual.py::test_three_optimizers")
 
 
 @pytest.mark.slow  # imports 60 files of tests

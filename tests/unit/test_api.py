@@ -19,16 +19,16 @@ pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 import transformers
 
-from megatron_lightning.data.chat import REASONING
+from megatron_lightning.data.chat.conversations import REASONING
 from megatron_lightning.inference import load_engine
-from megatron_lightning.inference.batch import Request
-from megatron_lightning.inference.following import Followed, Reader
-from megatron_lightning.inference.load import find_codec
-from megatron_lightning.inference.sampling import Sampling
-from megatron_lightning.inference.server import Server, ServerSettings
-from megatron_lightning.inference.stepping import Stepping, start
+from megatron_lightning.inference.commands.load import find_codec
+from megatron_lightning.inference.engine.following import Followed, Reader
+from megatron_lightning.inference.engine.request_batch import Request
+from megatron_lightning.inference.engine.uncached_loop import Sampling
+from megatron_lightning.inference.serving.server import Server, ServerSettings
+from megatron_lightning.inference.serving.serving_thread import Stepping, start
 from tests.helpers.llama_tokenizer import llama_tokenizer
-from tests.unit.test_server_requests import post
+from tests.unit.inference.test_server_requests import post
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TEMPLATE = (

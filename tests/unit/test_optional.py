@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from megatron_lightning.data.chat_tokenizer import ChatTokenizer
-from megatron_lightning.data.corpus import opened
-from megatron_lightning.data.sources import read_rows
-from megatron_lightning.data.tokenizers import huggingface_tokenizer
+from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
+from megatron_lightning.data.rows.sources import read_rows
+from megatron_lightning.data.text.corpus import opened
+from megatron_lightning.data.text.tokenizers import huggingface_tokenizer
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference.evaluate import check_installed
+from megatron_lightning.inference.commands.evaluate import check_installed
 from megatron_lightning.optional import EXTRAS, require
 
 ROOT = Path(__file__).parents[2]

@@ -16,10 +16,10 @@ from megatron_lightning.bridge.families.qwen_moe import (
     WIDTH,
 )
 from megatron_lightning.bridge.linear_settings import LinearLayers
-from megatron_lightning.bridge.moves import DeltaNetRows
 from megatron_lightning.bridge.position_settings import Rope
 from megatron_lightning.bridge.rules import Family, table
 from megatron_lightning.bridge.settings import Constant, Same
+from megatron_lightning.bridge.tensor_ops import DeltaNetRows
 
 SIZES: tuple[Any, ...] = tuple(
     Same(f"delta_net.{name}", f"linear_{name}")

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.spec import Box, Shape
+from megatron_lightning.parallel.shards.spec import Box, Shape
 
 FORMAT, VERSION = "megatron_lightning", 1
 BLOCK_BYTES = 1 << 20

@@ -29,7 +29,7 @@ from megatron_lightning.checkpoint.format.manifest import (
 )
 from megatron_lightning.checkpoint.format.storage import Folder, RangeReader, read_range
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.spec import Box, Shape, Shard
+from megatron_lightning.parallel.shards.spec import Box, Shape, Shard
 
 _CHUNK_BYTES = 8 * BLOCK_BYTES
 _HEADER_BYTES = 1 << 16  # holds hundreds of boxes: one request to an object store

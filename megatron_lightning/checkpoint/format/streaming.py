@@ -21,7 +21,7 @@ from megatron_lightning.checkpoint.format.plain_state import dump_state
 from megatron_lightning.checkpoint.format.shard_file import write_shards
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.source import CheckpointSource
-from megatron_lightning.parallel.spec import Box, Shard
+from megatron_lightning.parallel.shards.spec import Box, Shard
 
 CHUNK_BYTES = 64 << 20
 """Largest box in memory."""

@@ -46,8 +46,8 @@ from megatron_lightning.checkpoint.local_copies.local_parts import (
 from megatron_lightning.checkpoint.saving import Snapshot, write_snapshot
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.tensor_shards import TensorShards
+from megatron_lightning.parallel.grid.context import AxisGroup
+from megatron_lightning.parallel.shards.tensor_shards import TensorShards
 
 NODE = "{node_rank}"
 """Represents the node's number in the folder of the copies."""

@@ -17,8 +17,8 @@ from megatron_lightning.checkpoint.format.structure import check_structure
 from megatron_lightning.checkpoint.saving import Snapshot, take_snapshot
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.spec import Box, Shape, Shard
-from megatron_lightning.parallel.tensor_shards import TensorShards
+from megatron_lightning.parallel.shards.spec import Box, Shape, Shard
+from megatron_lightning.parallel.shards.tensor_shards import TensorShards
 
 
 class LocalPart(NamedTuple):

@@ -14,8 +14,8 @@ from megatron_lightning.checkpoint.saver import Save
 from megatron_lightning.checkpoint.saving import Snapshot
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.tensor_shards import TensorShards
+from megatron_lightning.parallel.grid.context import AxisGroup
+from megatron_lightning.parallel.shards.tensor_shards import TensorShards
 
 
 def copy_plan(

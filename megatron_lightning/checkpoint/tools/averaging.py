@@ -24,7 +24,7 @@ from megatron_lightning.checkpoint.format.streaming import (
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError
-from megatron_lightning.parallel.spec import Box
+from megatron_lightning.parallel.shards.spec import Box
 
 _WEIGHTS = "state_dict."
 _SUMMED_IN_OWN_DTYPE = (torch.float64, torch.complex64)  # all other dtypes in float32

@@ -24,7 +24,7 @@ from megatron_lightning.checkpoint.format.streaming import CHUNK_BYTES, read_box
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.spec import Box, Shard
+from megatron_lightning.parallel.shards.spec import Box, Shard
 
 PlainFormat = Literal["lightning", "state_dict", "safetensors"]
 _MODULE = "state_dict."

@@ -19,7 +19,7 @@ from megatron_lightning.checkpoint.listing import read_manifest
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.source import DirectorySource, open_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError
-from megatron_lightning.parallel.spec import Box, Shape
+from megatron_lightning.parallel.shards.spec import Box, Shape
 
 
 def reshard(

@@ -30,14 +30,14 @@ from torch import Tensor
 
 from megatron_lightning.config import AttentionBackend
 from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.attention.sequence_info import SequenceInfo
 from megatron_lightning.layers.context.blocks import Block, visible_blocks
 from megatron_lightning.layers.context.kernels import Inputs, Output
 from megatron_lightning.layers.context.merged import Gradients, Merged, Sharing
 from megatron_lightning.layers.context.ring import RingAttention
 from megatron_lightning.layers.context.shared import GroupAttention, differentiable
-from megatron_lightning.layers.sequence_info import SequenceInfo
 from megatron_lightning.parallel.collectives import finish, reduce_scatter_start
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.parallel.sequence_exchange import (
     gather_parts,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
-from megatron_lightning.layers.sequence_info import SequenceInfo
+from megatron_lightning.layers.attention.sequence_info import SequenceInfo
 
 _LEAST_PIECE = 128
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.config import AttentionBackend
+from megatron_lightning.layers.attention.sequence_info import SequenceInfo
 from megatron_lightning.layers.context.ring import RingAttention
-from megatron_lightning.layers.sequence_info import SequenceInfo
-from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.documents import Documents
+from megatron_lightning.parallel.grid.context import AxisGroup
 
 _HALF = (torch.bfloat16, torch.float16)
 

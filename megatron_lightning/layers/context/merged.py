@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.config import AttentionBackend
+from megatron_lightning.layers.attention.sequence_info import SequenceInfo
 from megatron_lightning.layers.context.blocks import Block
 from megatron_lightning.layers.context.kernels import Inputs, Output, kernel_for
-from megatron_lightning.layers.sequence_info import SequenceInfo
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lightning.config import AttentionBackend
+from megatron_lightning.layers.attention.sequence_info import SequenceInfo
 from megatron_lightning.layers.context.kernels import Inputs, Output
 from megatron_lightning.layers.context.merged import Sharing, sink_gradient, wide_dtype
-from megatron_lightning.layers.sequence_info import SequenceInfo
-from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.documents import Documents
+from megatron_lightning.parallel.grid.context import AxisGroup
 
 _SHARING = (
     "int[] ranks, int rank, str group, Tensor? documents, bool causal, int? window, "

@@ -19,7 +19,7 @@ from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.moe.layer import TOKENS_PER_EXPERT, MoELayer
 from megatron_lightning.layers.step_report import is_bound
-from megatron_lightning.parallel.absent import present_modules
+from megatron_lightning.parallel.shards.other_stages import present_modules
 
 
 class ExpertBalance:

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from megatron_lightning.layers.moe.router import Routing
 from megatron_lightning.parallel.collectives import all_reduce, gather_sequence, reduce_scatter
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 
 
 @dataclass(frozen=True)

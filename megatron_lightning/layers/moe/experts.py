@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.layers.activation import build_activation
-from megatron_lightning.layers.gemm import Gemm
-from megatron_lightning.layers.splittable import Splittable, linear
+from megatron_lightning.layers.linear.gemm import Gemm
+from megatron_lightning.layers.linear.splittable import Splittable, linear
 
 
 class GroupedLinear(Splittable, nn.Module):

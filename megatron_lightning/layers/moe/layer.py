@@ -39,7 +39,7 @@ from megatron_lightning.parallel.collectives import (
     reduce_from_axis,
     scatter,
 )
-from megatron_lightning.parallel.context import ALONE, AxisGroup
+from megatron_lightning.parallel.grid.context import ALONE, AxisGroup
 
 
 class GlobalCounts:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.gemm import Gemm, matmul
+from megatron_lightning.layers.linear.gemm import Gemm, matmul
 from megatron_lightning.layers.moe.choice import (
     ChooseExperts,
     Limited,
@@ -28,7 +28,7 @@ from megatron_lightning.layers.moe.choice import (
     router_scores,
 )
 from megatron_lightning.layers.moe.losses import RouterLoss, imbalance
-from megatron_lightning.parallel.rng import RngStreams
+from megatron_lightning.parallel.random.rng import RngStreams
 
 
 @dataclass(frozen=True)

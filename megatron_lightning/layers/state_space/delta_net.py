@@ -39,8 +39,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.config import DeltaNetConfig, TransformerConfig
-from megatron_lightning.layers.key_cache import CacheStep
-from megatron_lightning.layers.sequence_info import SequenceInfo
+from megatron_lightning.layers.attention.sequence_info import SequenceInfo
+from megatron_lightning.layers.state.key_cache import CacheStep
+from megatron_lightning.layers.state.state_store import mix_requests
 from megatron_lightning.layers.state_space.convolution import (
     CausalConvolution,
     causal_convolution,
@@ -57,7 +58,6 @@ from megatron_lightning.layers.state_space.exchange import (
 from megatron_lightning.layers.state_space.initial import fill_initial
 from megatron_lightning.layers.state_space.mixer import StateMixer
 from megatron_lightning.layers.state_space.row_documents import TokenDocuments, token_documents
-from megatron_lightning.layers.state_store import mix_requests
 
 _LENGTH_EPS = 1e-6  # below the squared length of a query or key, as in all implementations
 

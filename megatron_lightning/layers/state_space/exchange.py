@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.sequence_exchange import heads_to_sequence, sequence_to_heads
 
 

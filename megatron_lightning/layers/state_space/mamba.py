@@ -27,8 +27,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.config import MambaConfig, TransformerConfig
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.key_cache import CacheStep
-from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
+from megatron_lightning.layers.attention.sequence_info import Documents, SequenceInfo
+from megatron_lightning.layers.state.key_cache import CacheStep
+from megatron_lightning.layers.state.state_store import mix_requests
 from megatron_lightning.layers.state_space.convolution import CausalConvolution, wide
 from megatron_lightning.layers.state_space.gated_norm import GatedNorm
 from megatron_lightning.layers.state_space.initial import fill_initial
@@ -38,7 +39,6 @@ from megatron_lightning.layers.state_space.row_documents import token_documents
 from megatron_lightning.layers.state_space.scan import chunked_scan
 from megatron_lightning.layers.state_space.segments import Segments
 from megatron_lightning.layers.state_space.shared_groups import SharedGroups
-from megatron_lightning.layers.state_store import mix_requests
 
 
 class MambaMixer(StateMixer):

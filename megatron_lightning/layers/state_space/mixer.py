@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_lightning.layers.sequence_mixer import SequenceMixer
+from megatron_lightning.layers.attention.sequence_mixer import SequenceMixer
 from megatron_lightning.layers.state_space.precise import PreciseParameters
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 
 
 class StateMixer(SequenceMixer, PreciseParameters):

@@ -20,8 +20,8 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.state_space.row_documents import TokenDocuments, token_documents
 from megatron_lightning.layers.state_space.scan import carried_states
 from megatron_lightning.parallel.collectives import gather_sequence
-from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.documents import Documents
+from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart, join
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.parallel.collectives import gather_sequence
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 
 
 @dataclass(frozen=True)

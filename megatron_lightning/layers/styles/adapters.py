@@ -24,14 +24,14 @@ from typing import NamedTuple
 from torch import nn
 
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers.adapters import ALL_ROWS, adapters_of
+from megatron_lightning.layers.adapters.adapter_layers import ALL_ROWS, adapters_of
+from megatron_lightning.layers.adapters.magnitude import magnitude_of
 from megatron_lightning.layers.dropout import Dropout
-from megatron_lightning.layers.linear import SharedGroupsLinear
-from megatron_lightning.layers.magnitude import magnitude_of
-from megatron_lightning.parallel.attachments import base_layer
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.sharding import ShardingPlan, Style, take_shards
-from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.layers.linear.parallel_linear import SharedGroupsLinear
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.shards.attachments import base_layer
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style, take_shards
+from megatron_lightning.parallel.shards.spec import ShardSpec
 
 
 class Factors(NamedTuple):

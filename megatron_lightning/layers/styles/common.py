@@ -6,11 +6,11 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from megatron_lightning.layers.replaceable import check_replaceable
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import ShardingPlan, Style
-from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.layers.linear.replaceable import check_replaceable
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
+from megatron_lightning.parallel.shards.spec import ShardSpec
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -37,12 +37,12 @@ class AdditionalStyle:
 
     @property
     def splits(self) -> bool:
-        """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
+        """See :class:`~megatron_lightning.parallel.shards.sharding.ShardingPlan`."""
         return self.also is not None and bool(getattr(self.also, "splits", True))
 
     @property
     def shards_sequence(self) -> bool:
-        """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
+        """See :class:`~megatron_lightning.parallel.shards.sharding.ShardingPlan`."""
         return bool(getattr(self.also, "shards_sequence", False))
 
     def apply_also(

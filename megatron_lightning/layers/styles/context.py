@@ -8,12 +8,12 @@ from torch import nn
 
 from megatron_lightning.config import CPCommType
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers.attention import CoreAttention
+from megatron_lightning.layers.attention.self_attention import CoreAttention
 from megatron_lightning.layers.context.backends import BACKENDS
 from megatron_lightning.layers.styles.common import AdditionalStyle
 from megatron_lightning.layers.styles.transformers_attention import looks_attention_up, put_core
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.sharding import ShardingPlan, Style
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.state_space.delta_net import GatedDeltaNet
 from megatron_lightning.layers.styles.common import expect
 from megatron_lightning.layers.styles.parameters import Split, shard_parameters
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.parallel.shards.sharding import ShardingPlan
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.styles.common import AdditionalStyle
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.sequence import SequencePart
-from megatron_lightning.parallel.sharding import ShardingPlan, Style
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
 
 _EMBEDDINGS, _POSITIONS = "inputs_embeds", "position_ids"
 _KNOWN = (_EMBEDDINGS, _POSITIONS, "attention_mask", "labels", "shift_labels")

@@ -17,9 +17,9 @@ from megatron_lightning.layers.moe.router import Router
 from megatron_lightning.layers.styles.adapters import divide_experts
 from megatron_lightning.layers.styles.common import expect
 from megatron_lightning.parallel.collectives import all_reduce
-from megatron_lightning.parallel.context import ALONE, ParallelContext
-from megatron_lightning.parallel.sharding import ShardingPlan, take_shards
-from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.parallel.grid.context import ALONE, ParallelContext
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, take_shards
+from megatron_lightning.parallel.shards.spec import ShardSpec
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ExpertParallel:
     splits = False
 
     shards_sequence: bool = True
-    """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
+    """See :class:`~megatron_lightning.parallel.shards.sharding.ShardingPlan`."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Set the layer's ranks, in place."""
@@ -58,7 +58,7 @@ class ExpertRouter:
     splits = False
 
     shards_sequence: bool = True
-    """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
+    """See :class:`~megatron_lightning.parallel.shards.sharding.ShardingPlan`."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Set the router's ranks, in place."""

@@ -17,9 +17,9 @@ from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.styles.adapters import factors_of, partial_over
 from megatron_lightning.layers.styles.regions import map_tensors, reduce_output
 from megatron_lightning.parallel.collectives import copy_to_axis
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.sharding import ShardingPlan, take_shards
-from megatron_lightning.parallel.spec import Shape, ShardSpec
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, take_shards
+from megatron_lightning.parallel.shards.spec import Shape, ShardSpec
 
 _STACK_DIMS = 3  # experts, outputs, inputs
 _ROW_MULTIPLE = 8  # torch's grouped GEMM takes rows of 16 bytes: 8 values in 16 bits

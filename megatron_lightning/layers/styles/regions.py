@@ -20,8 +20,8 @@ from megatron_lightning.parallel.collectives import (
     reduce_from_axis,
     scatter,
 )
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.sharding import ShardingPlan, declare_gathered_input
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, declare_gathered_input
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.linear import RowParallelLinear
+from megatron_lightning.layers.linear.parallel_linear import RowParallelLinear
 from megatron_lightning.layers.styles.regions import FULL_SEQUENCE, sees_full_sequence
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.shards.sharding import ShardingPlan
 
 _LENGTH = "_padded_from"
 """Attribute of a module during a call with padded rows: the length of the rows before."""

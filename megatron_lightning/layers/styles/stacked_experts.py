@@ -18,12 +18,12 @@ from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.moe.dispatch import AllToAllDispatch, Exchange
 from megatron_lightning.layers.moe.router import Routing
 from megatron_lightning.layers.styles.adapters import factors_of
-from megatron_lightning.parallel.attachments import attachment_of
 from megatron_lightning.parallel.collectives import gather, scatter
-from megatron_lightning.parallel.context import ALONE, AxisGroup, ParallelContext
-from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import ShardingPlan, take_shards
-from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.parallel.grid.context import ALONE, AxisGroup, ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.parallel.shards.attachments import attachment_of
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, take_shards
+from megatron_lightning.parallel.shards.spec import ShardSpec
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from torch import nn
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.state_space.shared_groups import SharedGroups
 from megatron_lightning.layers.styles.parameters import Split, shard_parameters
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.parallel.shards.sharding import ShardingPlan
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers.adapters import ALL_ROWS, adapters_of
+from megatron_lightning.layers.adapters.adapter_layers import ALL_ROWS, adapters_of
 from megatron_lightning.layers.dropout import Dropout
-from megatron_lightning.layers.embedding import SequenceParallelEmbedding
-from megatron_lightning.layers.linear import (
+from megatron_lightning.layers.linear.embedding import SequenceParallelEmbedding
+from megatron_lightning.layers.linear.parallel_linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     SharedGroupsLinear,
 )
+from megatron_lightning.layers.linear.replaceable import check_hooks, check_replaceable
 from megatron_lightning.layers.norm import HeadsRMSNorm, MixedRMSNorm, RMSNorm
-from megatron_lightning.layers.replaceable import check_hooks, check_replaceable
 from megatron_lightning.layers.styles.adapters import (
     divide_column,
     divide_row,
@@ -39,9 +39,9 @@ from megatron_lightning.layers.styles.common import (
     keep,
     layer_options,
 )
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import ShardingPlan, Style
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.attention import CoreAttention
-from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
+from megatron_lightning.layers.attention.self_attention import CoreAttention
+from megatron_lightning.layers.attention.sequence_info import Documents, SequenceInfo
 from megatron_lightning.optional import require
 
 NAME = "megatron_lightning"

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from torch import nn
 
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers.replaceable import (
+from megatron_lightning.layers.linear.replaceable import (
     check_forward,
     check_hooks,
     check_parameter_hooks,
 )
-from megatron_lightning.layers.styles.adapters import divide_column, divide_row
-from megatron_lightning.layers.styles.parameters import Split, shard_parameters
-from megatron_lightning.layers.styles.tensor import ColumnParallel, RowParallel
-from megatron_lightning.layers.transposed import (
+from megatron_lightning.layers.linear.transposed import (
     TransposedColumnParallelLinear,
     TransposedRowParallelLinear,
 )
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.layers.styles.adapters import divide_column, divide_row
+from megatron_lightning.layers.styles.parameters import Split, shard_parameters
+from megatron_lightning.layers.styles.tensor import ColumnParallel, RowParallel
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.parallel.shards.sharding import ShardingPlan
 
 
 @dataclass(frozen=True)

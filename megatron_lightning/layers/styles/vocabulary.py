@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from megatron_lightning.layers.change_class import change_class
-from megatron_lightning.layers.embedding import VocabParallelEmbedding, shard_vocabulary
-from megatron_lightning.layers.linear import VocabParallelLinear
-from megatron_lightning.layers.loss import CrossEntropy, VocabParallelCrossEntropy
-from megatron_lightning.layers.replaceable import (
+from megatron_lightning.layers.linear.embedding import VocabParallelEmbedding, shard_vocabulary
+from megatron_lightning.layers.linear.parallel_linear import VocabParallelLinear
+from megatron_lightning.layers.linear.replaceable import (
     check_hooks,
     check_parameter_hooks,
     check_replaceable,
     has_computed_weight,
     has_own_forward,
 )
+from megatron_lightning.layers.losses.loss import CrossEntropy, VocabParallelCrossEntropy
 from megatron_lightning.layers.styles.common import (
     EMBEDDING,
     expect,
@@ -25,9 +25,9 @@ from megatron_lightning.layers.styles.common import (
     layer_options,
 )
 from megatron_lightning.parallel.collectives import gather
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.parallel.shards.sharding import ShardingPlan
 
 
 @dataclass(frozen=True)

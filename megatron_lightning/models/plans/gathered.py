@@ -21,12 +21,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from megatron_lightning.compat import GradientHooks
-from megatron_lightning.layers.replaceable import has_computed_weight, has_own_forward
+from megatron_lightning.layers.linear.replaceable import has_computed_weight, has_own_forward
 from megatron_lightning.layers.styles import ColumnParallel
 from megatron_lightning.models.plans.hf_rows import VOCABULARY, as_patterns, split_both_ends
-from megatron_lightning.parallel.attachments import base_layer, without_attachments
-from megatron_lightning.parallel.sharding import ShardingPlan, Style
-from megatron_lightning.parallel.ties import shared_names
+from megatron_lightning.parallel.shards.attachments import base_layer, without_attachments
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
+from megatron_lightning.parallel.shards.ties import shared_names
 
 _TENSORS = ("weight", "bias")
 _HARMLESS = ("dtype", "device")

@@ -51,7 +51,7 @@ from megatron_lightning.models.blueprint import (
     predicting_weights,
     unit_weights,
 )
-from megatron_lightning.parallel.sharding import ShardingPlan, Style
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
 
 _PREDICTING = f"{PREDICTING}*"
 _Layer = tuple[TransformerConfig, str]

@@ -18,7 +18,7 @@ from megatron_lightning.layers.styles import ContextAttention
 from megatron_lightning.layers.styles.divided_embeddings import DividedEmbeddings
 from megatron_lightning.layers.styles.transformers_attention import looks_attention_up
 from megatron_lightning.models.plans.hf_rows import as_patterns
-from megatron_lightning.parallel.sharding import ShardingPlan, Style
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
 
 FAMILIES = frozenset({
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "bitnet", "cohere", "cohere2",

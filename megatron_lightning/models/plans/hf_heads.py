@@ -17,9 +17,9 @@ from torch import nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.styles import ColumnParallel, KeyOrValue, local_heads_per_group
-from megatron_lightning.parallel.attachments import base_layer
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.sharding import Style
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.shards.attachments import base_layer
+from megatron_lightning.parallel.shards.sharding import Style
 
 _QUERIES = ("q_proj", "q_b_proj", "query_key_value", "qkv_proj", "kv_b_proj")
 """Projections whose output has every query head, with or without fused key and value."""

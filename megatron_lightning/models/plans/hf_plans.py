@@ -39,9 +39,9 @@ from megatron_lightning.models.plans.hf_heads import Attention, count_rewrites, 
 from megatron_lightning.models.plans.hf_rows import as_patterns, split_both_ends
 from megatron_lightning.models.plans.hf_sequence import FullSequenceError, sequence_rows
 from megatron_lightning.models.plans.hf_tables import table_of
-from megatron_lightning.parallel.attachments import base_layer, without_attachments
-from megatron_lightning.parallel.patterns import compile_pattern
-from megatron_lightning.parallel.sharding import ShardingPlan, Style
+from megatron_lightning.parallel.shards.attachments import base_layer, without_attachments
+from megatron_lightning.parallel.shards.patterns import compile_pattern
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from megatron_lightning.layers.styles import ParameterShards, RowParallel, Split, VocabParallel
-from megatron_lightning.parallel.attachments import base_layer, own_path
-from megatron_lightning.parallel.patterns import compile_pattern
-from megatron_lightning.parallel.sharding import Style
-from megatron_lightning.parallel.ties import shared_names
+from megatron_lightning.parallel.shards.attachments import base_layer, own_path
+from megatron_lightning.parallel.shards.patterns import compile_pattern
+from megatron_lightning.parallel.shards.sharding import Style
+from megatron_lightning.parallel.shards.ties import shared_names
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 """Number of a layer in a path."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_lightning.layers.adapters import add_adapters
+from megatron_lightning.layers.adapters.adapter_layers import add_adapters
 from megatron_lightning.layers.styles import (
     ColumnParallel,
     GatherSequence,
@@ -33,8 +33,8 @@ from megatron_lightning.layers.styles import (
     ShardSequence,
     VocabParallel,
 )
-from megatron_lightning.parallel.attachments import base_layer, without_attachments
-from megatron_lightning.parallel.sharding import Style
+from megatron_lightning.parallel.shards.attachments import base_layer, without_attachments
+from megatron_lightning.parallel.shards.sharding import Style
 
 FAMILIES = frozenset({
     "apertus", "arcee", "cohere", "cohere2", "cohere_compass_text", "cwm", "ernie4_5",

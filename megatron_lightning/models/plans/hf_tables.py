@@ -22,9 +22,9 @@ from megatron_lightning.layers.styles import (
     TransposedRowParallel,
 )
 from megatron_lightning.models.plans.hf_rows import VOCABULARY, as_patterns, split_both_ends
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.patterns import compile_pattern
-from megatron_lightning.parallel.sharding import ShardingPlan, Style
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.shards.patterns import compile_pattern
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
 
 
 def local_shard(size: int, context: ParallelContext) -> int:

@@ -65,9 +65,9 @@ from megatron_lightning.optim.gradients.parameter_storage import (
     StoredUnits,
     UnitShard,
 )
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.spec import ShardSpec
-from megatron_lightning.parallel.stored_weight import StoredWeight
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.shards.spec import ShardSpec
+from megatron_lightning.parallel.shards.stored_weight import StoredWeight
 from megatron_lightning.pipeline.stages.structure import sizes
 
 TRAINING = "training_step"

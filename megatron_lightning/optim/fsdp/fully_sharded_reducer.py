@@ -34,9 +34,9 @@ from megatron_lightning.optim.gradients.parameter_shard import ParameterShard, m
 from megatron_lightning.optim.gradients.parameter_storage import ParameterStorage, StoredUnits
 from megatron_lightning.optim.gradients.reducer import GradientReducer
 from megatron_lightning.optim.gradients.usage import Beside, Usage
-from megatron_lightning.optim.stepping.matrices import is_split
-from megatron_lightning.parallel.context import ALONE, AxisGroup, ParallelContext
-from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.optim.stepping.owners import is_split
+from megatron_lightning.parallel.grid.context import ALONE, AxisGroup, ParallelContext
+from megatron_lightning.parallel.shards.spec import ShardSpec
 
 
 class UnitGradients:

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron_lightning.compat import GradientHooks, set_grad_dtype
 from megatron_lightning.optim.gradients.data_groups import DataGroups
 from megatron_lightning.optim.gradients.parameter_shard import main_dtype
-from megatron_lightning.optim.stepping.rebound import ShardedParameter
-from megatron_lightning.parallel.spec import Box
+from megatron_lightning.optim.stepping.reassigned_data import ShardedParameter
+from megatron_lightning.parallel.shards.spec import Box
 
 _CONTAINERS = nn.ModuleList | nn.ModuleDict
 

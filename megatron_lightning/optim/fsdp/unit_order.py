@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 
 _END = -1
 

@@ -30,19 +30,22 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.fsdp.fully_sharded import ShardedUnits
 from megatron_lightning.optim.fsdp.fully_sharded_reducer import FullyShardedReducer
 from megatron_lightning.optim.gradients.data_groups import has_replicas
+from megatron_lightning.optim.gradients.gradient_proxies import gradient_of
 from megatron_lightning.optim.gradients.param_gather import ParameterGather
 from megatron_lightning.optim.gradients.parameter_storage import ParameterStorage
 from megatron_lightning.optim.gradients.reducer import GradientReducer
-from megatron_lightning.optim.gradients.stand_ins import gradient_of
 from megatron_lightning.optim.gradients.usage import Beside
 from megatron_lightning.optim.optimizer_checks import check_stepped_tensors, check_tied_copies
-from megatron_lightning.optim.stepping.changes import SteppedParameters, refuse_regrouping
 from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
 from megatron_lightning.optim.stepping.elementwise import Trial, require_divisible
-from megatron_lightning.optim.stepping.matrices import names_of_matrices
-from megatron_lightning.optim.stepping.written import WrittenWeights
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.optim.stepping.external_writes import WrittenWeights
+from megatron_lightning.optim.stepping.owners import names_of_matrices
+from megatron_lightning.optim.stepping.param_group_changes import (
+    SteppedParameters,
+    refuse_regrouping,
+)
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.shards.spec import ShardSpec
 
 
 class GradientAccumulation:

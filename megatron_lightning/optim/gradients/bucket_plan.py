@@ -18,8 +18,8 @@ from megatron_lightning.optim.gradients.buckets import Bucket
 from megatron_lightning.optim.gradients.data_groups import DataGroups
 from megatron_lightning.optim.gradients.parameter_shard import main_dtype
 from megatron_lightning.optim.gradients.parameter_storage import ParameterStorage, PlainStorage
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.shards.spec import ShardSpec
 
 _MIN_BUCKET_SIZE = 2**18  # below, the start of a collective costs as much as the elements
 _MIN_BUCKETS = 8

@@ -37,8 +37,8 @@ from megatron_lightning.optim.gradients.parameter_storage import (
     PlainStorage,
     StoredBucket,
 )
-from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.cpu_exchange import Messages
+from megatron_lightning.parallel.grid.context import AxisGroup
 
 PARAMETER_ALIGNMENT = 64  # elements; keeps every view on a 128-byte boundary in 2-byte dtypes
 BUCKET_ALIGNMENT = 128

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
 
 
 def has_replicas(context: ParallelContext) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.optim.gradients.data_groups import DataGroups
-from megatron_lightning.parallel.spec import Box, Shard, ShardSpec
+from megatron_lightning.parallel.shards.spec import Box, Shard, ShardSpec
 
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_lightning.optim.gradients.data_groups import DataGroups
-from megatron_lightning.optim.stepping.rebound import check_rebound
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.optim.stepping.reassigned_data import check_rebound
+from megatron_lightning.parallel.grid.context import AxisGroup
 
 AllReduce = Callable[[Tensor, AxisGroup, dist.ReduceOp.RedOpType], None]
 

@@ -31,16 +31,16 @@ from megatron_lightning.optim.gradients.bucket_plan import build_buckets
 from megatron_lightning.optim.gradients.bucket_reduction import Reduction
 from megatron_lightning.optim.gradients.buckets import Bucket
 from megatron_lightning.optim.gradients.data_groups import DataGroups
+from megatron_lightning.optim.gradients.gradient_proxies import gradient_of
 from megatron_lightning.optim.gradients.parameter_shard import MainShard, ParameterShard
 from megatron_lightning.optim.gradients.parameter_storage import (
     ParameterStorage,
     PlainUnits,
     StoredUnits,
 )
-from megatron_lightning.optim.gradients.stand_ins import gradient_of
 from megatron_lightning.optim.gradients.usage import Beside, Usage, UsageAgreement
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.shards.spec import ShardSpec
 
 
 class GradientReducer:

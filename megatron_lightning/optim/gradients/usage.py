@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lightning.optim.gradients.parameter_storage import AllReduce
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 
 
 class Usage(NamedTuple):

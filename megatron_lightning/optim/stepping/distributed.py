@@ -23,14 +23,15 @@ from torch.optim import Optimizer
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.buckets import Bucket
+from megatron_lightning.optim.gradients.gradient_proxies import gradient_of
 from megatron_lightning.optim.gradients.param_gather import ParameterGather
 from megatron_lightning.optim.gradients.parameter_shard import ParameterShard, main_dtype
 from megatron_lightning.optim.gradients.reducer import GradientReducer
-from megatron_lightning.optim.gradients.stand_ins import gradient_of
 from megatron_lightning.optim.stepping import moments
 from megatron_lightning.optim.stepping.entries import OptimizerEntry, Target
 from megatron_lightning.optim.stepping.main_params import MainParams, take_over
-from megatron_lightning.optim.stepping.matrices import (
+from megatron_lightning.optim.stepping.optimizer_state import OptimizerState
+from megatron_lightning.optim.stepping.owners import (
     MatrixExchange,
     is_several,
     is_split,
@@ -38,10 +39,9 @@ from megatron_lightning.optim.stepping.matrices import (
     require_unsharded,
     tensor_group,
 )
-from megatron_lightning.optim.stepping.optimizer_state import OptimizerState
-from megatron_lightning.optim.stepping.rebound import check_rebound
-from megatron_lightning.parallel.context import ALONE, AxisGroup
-from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.optim.stepping.reassigned_data import check_rebound
+from megatron_lightning.parallel.grid.context import ALONE, AxisGroup
+from megatron_lightning.parallel.shards.spec import ShardSpec
 
 
 class DistributedOptimizer(OptimizerState):

@@ -35,9 +35,9 @@ from torch.optim import (
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.stepping.chained import members
 from megatron_lightning.optim.stepping.entries import OptimizerEntry
-from megatron_lightning.optim.stepping.matrices import steps_matrices
+from megatron_lightning.optim.stepping.owners import steps_matrices
 from megatron_lightning.optim.stepping.probe import DIVISIONS, Spread, probe, trials
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 
 ELEMENTWISE = frozenset(
     {SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop}

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_lightning.optim.gradients.parameter_shard import ParameterShard
-from megatron_lightning.parallel.spec import Shard, ShardSpec
+from megatron_lightning.parallel.shards.spec import Shard, ShardSpec
 
 
 @dataclass(frozen=True, eq=False)

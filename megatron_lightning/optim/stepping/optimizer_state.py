@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map_only
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.gradients.reducer import GradientReducer
 from megatron_lightning.optim.stepping.entries import OptimizerEntry
-from megatron_lightning.parallel.spec import Shape, Shard, ShardSpec, is_writer
-from megatron_lightning.parallel.tensor_shards import TensorShards
+from megatron_lightning.parallel.shards.spec import Shape, Shard, ShardSpec, is_writer
+from megatron_lightning.parallel.shards.tensor_shards import TensorShards
 
 MAIN = "master"
 """State key of the fp32 main params."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatron_lightning.parallel.replica_rng import ReplicaRng
+from megatron_lightning.parallel.random.replica_rng import ReplicaRng
 
 Halves = tuple[list[Tensor], list[Tensor]]
 Gradients = Callable[[int, Sequence[Tensor]], list[Tensor]]

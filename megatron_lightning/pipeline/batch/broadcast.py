@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 
 _MAX_CACHED = 64  # structures. Outputs with texts have a new structure in every step
 

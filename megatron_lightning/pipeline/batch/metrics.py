@@ -22,7 +22,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 
 _LIBRARIES = frozenset(
     {"torch", "lightning", "pytorch_lightning", "megatron_lightning", "transformers", "numpy"}

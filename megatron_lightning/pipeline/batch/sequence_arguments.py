@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.documents import Documents
+from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.parallel.sequence_exchange import gather_parts
-from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.parallel.shards.sharding import ShardingPlan
 
 
 class SequenceArguments:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.pipeline.batch.microbatches import tensors_of
 from megatron_lightning.pipeline.channel import StageTensors
 from megatron_lightning.pipeline.stages import crossing_errors as errors

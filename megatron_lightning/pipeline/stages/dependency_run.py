@@ -32,8 +32,8 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_lightning.compat import operation_counter, unlogged_fake_tensors
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.rng import host_state
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.random.rng import host_state
 from megatron_lightning.pipeline.stages.dependencies import (
     EPILOGUE,
     CallFacts,

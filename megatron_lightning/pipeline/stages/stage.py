@@ -14,7 +14,7 @@ from itertools import accumulate
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.absent import is_absent, make_absent
+from megatron_lightning.parallel.shards.other_stages import is_absent, make_absent
 from megatron_lightning.pipeline.stages.preludes import name_of
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.rng import seeded, seeded_host
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.random.rng import seeded, seeded_host
 from megatron_lightning.pipeline.channel import StageTensors
 from megatron_lightning.pipeline.stages import crossing_errors as errors
 from megatron_lightning.pipeline.stages.dependencies import CallFacts, DependencyTrace, StageCall

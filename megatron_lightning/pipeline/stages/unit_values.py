@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_lightning.parallel.absent import AbsentTensor
+from megatron_lightning.parallel.shards.other_stages import AbsentTensor
 from megatron_lightning.pipeline.batch.module_state import ModuleState, is_of_library
 from megatron_lightning.pipeline.batch.records import MISSING
 from megatron_lightning.pipeline.stages.stage import StagePartition

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.patterns import compile_pattern
+from megatron_lightning.parallel.shards.patterns import compile_pattern
 from megatron_lightning.pipeline.schedules.partition import Unit, is_layer, unit_names
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.adaptable import adapt, restore
-from megatron_lightning.layers.attention import CoreAttention
+from megatron_lightning.layers.adapters.adaptable import adapt, restore
+from megatron_lightning.layers.attention.self_attention import CoreAttention
 from megatron_lightning.layers.moe.experts import GroupedLinear
-from megatron_lightning.parallel.absent import present_modules
-from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.parameters import num_names
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.shards.other_stages import present_modules
+from megatron_lightning.parallel.shards.parameters import num_names
 from megatron_lightning.precision.assignment import recipes_of_layers
 from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.precision.transformer_engine.build import Builder, check_layer

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.attention import CoreAttention
-from megatron_lightning.layers.linear import (
+from megatron_lightning.layers.attention.self_attention import CoreAttention
+from megatron_lightning.layers.linear.parallel_linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelLinear,
 )
-from megatron_lightning.layers.linear_loss import TakesLoss
+from megatron_lightning.layers.losses.linear_loss import TakesLoss
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.moe.experts import GroupedLinear
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.precision.transformer_engine.engines import (
     AttentionEngine,
     GroupedEngine,

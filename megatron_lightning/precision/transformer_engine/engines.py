@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_lightning.layers.attention import CoreAttention
-from megatron_lightning.layers.sequence_info import SequenceInfo
+from megatron_lightning.layers.attention.self_attention import CoreAttention
+from megatron_lightning.layers.attention.sequence_info import SequenceInfo
 from megatron_lightning.precision.transformer_engine.weights import QuantizedWeight
 
 Parameters = Callable[[], Mapping[str, Tensor]]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import nn
 
 from megatron_lightning.layers.activation import SwiGLU
-from megatron_lightning.layers.attention import SelfAttention
+from megatron_lightning.layers.attention.self_attention import SelfAttention
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.norm import LayerNorm, RMSNorm
 from megatron_lightning.precision.recipes import FP8Recipe

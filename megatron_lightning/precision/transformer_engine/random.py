@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from megatron_lightning.parallel.rng import RngStreams
+from megatron_lightning.parallel.random.rng import RngStreams
 
 
 class StreamTracker:

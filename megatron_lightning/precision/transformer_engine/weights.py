@@ -19,8 +19,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.layers.gemm import is_quantized
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.layers.linear.gemm import is_quantized
+from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.precision.quantized_data import LibraryQuantizer, Range, WeightRanges
 
 

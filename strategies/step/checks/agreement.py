@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from megatron_lightning.assembly.replicas import diverged
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.rng import get_generator_state
+from megatron_lightning.parallel.grid.context import AxisGroup
+from megatron_lightning.parallel.random.rng import get_generator_state
 from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
 from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_run import StepRun

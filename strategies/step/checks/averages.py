@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 from torch import nn
 
 from megatron_lightning.assembly.replicas import check_trained_replicas
-from megatron_lightning.parallel.absent import is_absent
+from megatron_lightning.parallel.shards.other_stages import is_absent
 from megatron_lightning.pipeline.stages.stage import StagePartition
 from megatron_lightning.strategies.step.run_context import RunContext
 

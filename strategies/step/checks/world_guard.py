@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_lightning import compat
 from megatron_lightning.errors import PipelineError
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.origin import is_library_module
 
 _COUNTING = ("all", "reduce", "gather")  # names of collectives that count copies

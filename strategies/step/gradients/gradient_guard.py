@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from megatron_lightning.compat import step_pre_hooks
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
-from megatron_lightning.optim.gradients.stand_ins import StandIn, StandIns
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.optim.gradients.gradient_proxies import StandIn, StandIns
+from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.origin import is_library
 from megatron_lightning.strategies.step.overrides import users_hooks
 

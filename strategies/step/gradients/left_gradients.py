@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
-from megatron_lightning.optim.gradients.stand_ins import gradient_of
+from megatron_lightning.optim.gradients.gradient_proxies import gradient_of
 
 
 class _Mark(NamedTuple):

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.gradients.stand_ins import StandIn, StandIns
+from megatron_lightning.optim.gradients.gradient_proxies import StandIn, StandIns
 from megatron_lightning.strategies.step.gradients.manual import unwrapped
 from megatron_lightning.strategies.step.overrides import override, users_methods
 

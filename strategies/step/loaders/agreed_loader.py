@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning import compat
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 
 
 class Agreement:

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import RunningStage
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
 from megatron_lightning.strategies.lightning_internals import evaluation_batches
 from megatron_lightning.strategies.options import StrategyOptions
 

@@ -27,11 +27,11 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatchSampler
-from megatron_lightning.data.sampler import ResumableSampler, ShardedSampler
-from megatron_lightning.data.skipped import SkippedSamples
+from megatron_lightning.data.order.batch_size import BatchSizeSchedule, ScheduledBatchSampler
+from megatron_lightning.data.order.sampler import ResumableSampler, ShardedSampler
+from megatron_lightning.data.order.skipped import SkippedSamples
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.resilience.loader_workers import EndWithRank
 from megatron_lightning.strategies.launch.stopping import requeue_signal
 from megatron_lightning.strategies.lightning_internals import (

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
 
-from megatron_lightning.data.skipped import SkippedSamples
-from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.data.order.skipped import SkippedSamples
+from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.step.loaders.agreed_loader import Agreement, agreed_loader
 from megatron_lightning.strategies.step.loaders.batch_counts import check_loader, forwards_together

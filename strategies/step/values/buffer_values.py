@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_lightning.assembly.buffers import BufferSync
+from megatron_lightning.assembly.buffers.buffer_broadcast import BufferSync
 from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
 from megatron_lightning.strategies.step.step_run import StepRun
 

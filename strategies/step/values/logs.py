@@ -20,7 +20,7 @@ from torch import Tensor
 from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.numbers import number_on
 from megatron_lightning.pipeline.batch.microbatches import weighted_mean
 from megatron_lightning.pipeline.stages.parallel_call import replaced_attribute

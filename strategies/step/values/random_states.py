@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from megatron_lightning.parallel.replica_rng import ReplicaRng
+from megatron_lightning.parallel.random.replica_rng import ReplicaRng
 from megatron_lightning.strategies.step.participant import StepParticipant
 from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_run import StepRun

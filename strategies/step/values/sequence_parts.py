@@ -23,7 +23,7 @@ from megatron_lightning.assembly.attention_watch import AttentionWatch, bound_at
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.plans.hf_context import check_call
 from megatron_lightning.models.plans.hf_plans import is_transformers_model
-from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.parallel.sequence_exchange import gather_parts
 from megatron_lightning.pipeline.batch.sequence_arguments import SequenceArguments

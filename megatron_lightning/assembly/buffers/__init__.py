@@ -1,0 +1,1 @@
+"""Buffers held by several ranks."""

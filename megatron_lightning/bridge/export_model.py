@@ -1,0 +1,178 @@
+"""Checkpoints and models as Hugging Face folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_lightning.bridge.auto import AutoBridge
+from megatron_lightning.bridge.export import write_folder
+from megatron_lightning.bridge.folder import FolderTensors
+from megatron_lightning.bridge.folder_model import Plan
+from megatron_lightning.bridge.gpt import gpt_config
+from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.megatron import MegatronBridge
+from megatron_lightning.bridge.new_folder import new_gpt_folder
+from megatron_lightning.bridge.remembered_folders import kept_folders
+from megatron_lightning.bridge.torch_dist import is_megatron
+from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_model
+from megatron_lightning.checkpoint.kept_files import kept_entry
+from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.checkpoint.text_record import TextRecord
+from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.peft.record import read_records
+
+
+def tensors_of_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    *,
+    like: str | None = None,
+    model: str | None = None,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    family: str | None = None,
+    tokenizer: str | None = None,
+) -> tuple[FolderTensors, dict[str, Lazy]]:
+    """Return the folder to write for a checkpoint, and the tensors, read when needed.
+
+    Args:
+        checkpoint: A checkpoint of any layout.
+        like: Folder or Hub id. None: the folder in the checkpoint.
+        model: Path of the model in the LightningModule. None: the first model from a folder.
+        dtype: Dtype of floating tensors. None: the folder's.
+        revision: Branch, tag or commit of the Hub id.
+        trust_remote_code: Whether code in the folder may run.
+        family: Rules for a ``GPTModel``. None: the rules used at import, or the first family
+            describing the model.
+        tokenizer: Folder or Hub id of a tokenizer, for a ``GPTModel`` trained from scratch.
+
+    Raises:
+        CheckpointError: If the checkpoint is not of the folder's model.
+        ConfigError: If a ``GPTModel`` is not the folder's model, or no family describes the model.
+    """
+    if is_megatron(checkpoint):
+        megatron = MegatronBridge(
+            checkpoint, like, revision=revision, trust_remote_code=trust_remote_code, family=family
+        )
+        return megatron.bridge.folder, megatron.tensors(dtype)
+    source = open_checkpoint(checkpoint)
+    state = source.state()
+    entry = kept_entry(state, model)
+    config = gpt_config(source, None if entry is None else entry[1])
+    # A GPTModel trained from scratch has no folder: names come from a family.
+    if like is None and entry is None and config is not None and not _is_started(state):
+        stored = source.tensors()
+        gpt = new_gpt_folder(
+            str(checkpoint),
+            config,
+            stored,
+            family=family,
+            tokenizer=tokenizer,
+            texts=TextRecord.of_checkpoint(state, str(checkpoint)),
+            dtype=dtype,
+        )
+        parameters = gpt.tensors(config)
+        plan = Plan(gpt.folder, parameters, gpt.pieces(config, parameters))
+        return plan.folder, plan.tensors(fills_of_checkpoint(source, parameters, model))
+    if tokenizer is not None:
+        raise ConfigError(
+            f"tokenizer is {tokenizer!r}, and {checkpoint} is written as a folder with files of "
+            "its own. Leave tokenizer out."
+        )
+    # The folder is named by the user, or kept in the checkpoint, or known by its origin.
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "family": family}
+    if like is None and entry is not None:
+        bridge = AutoBridge.from_checkpoint(checkpoint, model=model, reads=False, **options)
+    else:
+        if like is None:
+            like, revision = _origin(source, checkpoint)
+        bridge = AutoBridge.from_hf_pretrained(like, revision=revision, **options)
+    plan = bridge.plan(config)
+    place = model if model is not None else None if entry is None else entry[0]
+    if read_records(state):
+        raise ConfigError(
+            f"{checkpoint} has adapters, which a folder of the model would lack. Write them as a "
+            "folder of their own, or added to the weights: megatron-lightning adapters "
+            "export|merge."
+        )
+    return plan.folder, plan.tensors(fills_of_checkpoint(source, plan.parameters, place), dtype)
+
+
+def plan_of_model(model: nn.Module) -> Plan:
+    """Return the recipe of a model's original folder, made of the model's parameters.
+
+    Args:
+        model: A model of :class:`AutoBridge`, or a part of the model on a rank.
+
+    Raises:
+        ConfigError: If the model did not come from a folder.
+        CheckpointError: If no way back is known.
+    """
+    folders = kept_folders(model)
+    if "" not in folders:
+        raise ConfigError(
+            f"{type(model).__name__} did not come from a Hugging Face folder, so its names there "
+            "are unknown. Make it by AutoBridge.from_hf_pretrained(path).to_model()."
+        )
+    # A model from remote code runs the folder's code already.
+    trusts = type(model).__module__.startswith("transformers_modules")
+    return AutoBridge.from_kept(folders[""], trust_remote_code=trusts).plan()
+
+
+def save_model(
+    model: nn.Module, path: Path, *, dtype: torch.dtype | None = None, overwrite: bool = False
+) -> None:
+    """Write a full model as its original folder, with the model's current values.
+
+    Args:
+        model: A model of :class:`AutoBridge`, on one device.
+        path: The folder.
+        dtype: Dtype of floating tensors. None: the folder's.
+        overwrite: Replace an existing target.
+
+    Raises:
+        CheckpointError: If the target exists.
+        ConfigError: If the model did not come from a folder, or this rank holds only a part of the
+            model.
+    """
+    plan = plan_of_model(model)
+    tensors = plan.tensors(fills_of_model(model, plan.parameters), dtype)
+    write_folder(path, plan.folder, tensors, overwrite=overwrite)
+
+
+def model_with_folder(module: nn.Module) -> tuple[str, nn.Module]:
+    """Return path and model of a module's first model from a folder.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    for path in kept_folders(module):
+        return path, module.get_submodule(path)
+    raise ConfigError(
+        f"{type(module).__name__} has no model that came from a Hugging Face folder, so no folder "
+        "can be written. Make one by AutoBridge.from_hf_pretrained(path).to_model(), or use "
+        "HuggingFaceModule."
+    )
+
+
+def _origin(source: CheckpointSource, checkpoint: str | os.PathLike[str]) -> tuple[str, str | None]:
+    """Return path and revision of the folder, as recorded by the module in a checkpoint."""
+    settings = source.state().get("hyper_parameters", {})
+    path = settings.get("path", settings.get("init_from_hf"))
+    if not isinstance(path, str):
+        raise CheckpointError(
+            f"{checkpoint} does not say which folder its model was started from. Name the folder: "
+            "--like FOLDER."
+        )
+    return path, settings.get("revision")
+
+
+def _is_started(state: Mapping[str, Any]) -> bool:
+    """Return whether a ``GPTModel`` was started from a folder."""
+    return state.get("hyper_parameters", {}).get("init_from_hf") is not None

@@ -1,0 +1,1 @@
+"""Conversations as tokens: formats, templates, tokenizers, and the tokens to train."""

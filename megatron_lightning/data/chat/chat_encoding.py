@@ -1,0 +1,419 @@
+"""Supervised documents: rows rendered, tokenized, cut to a length, and kept in files mapped by all
+ranks of a node.
+
+A document has ids [n] and, for each id, whether the prediction of the id counts in the loss. A
+document without any trained token is left out and counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_lightning.data.chat.chat_fields import DROPPABLE, drop
+from megatron_lightning.data.chat.chat_template import ChatOptions, ChatTemplate
+from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer, Ids
+from megatron_lightning.data.chat.chat_view import Rendered
+from megatron_lightning.data.chat.conversations import PARSER_VERSION, Chat, Text, Tokens, parse_row
+from megatron_lightning.data.indexed.atomic_files import atomic_write
+from megatron_lightning.data.rows.sources import Row
+from megatron_lightning.errors import ConfigError, DataError
+
+Truncation = Literal["drop", "left", "middle", "right"]
+BadRows = Literal["refuse", "skip"]
+_VERSION = 3
+_ROWS_AT_ONCE = 512
+_IDS, _TRAINED, _REPORT = "ids.bin", "trained.bin", "report.json"
+_BOUNDS, _ROWS = "bounds.npy", "rows.npy"
+UNENDED = "answers without an added token at their end"
+DROPPED: Mapping[str, str] = {name: f"conversations without their {name}" for name in DROPPABLE}
+"""Name of a dropped field -> key of the count."""
+MERGED = "answers with characters of the prompt in their first token"
+REWRITTEN = "conversations whose earlier answers keep the form of a last answer"
+NULLS = "arguments of calls left out as null"
+BROKEN = "rows left out as broken"
+_SHOWN = 20
+"""Broken rows named in an error."""
+Marks = npt.NDArray[np.bool_]
+Characters = npt.NDArray[np.int64]
+"""Start and end of every token of a text [n, 2]."""
+
+
+class Document(NamedTuple):
+    """A sample."""
+
+    ids: npt.NDArray[np.int32]
+    """[n]."""
+    trained: Marks
+    """Whether each id is predicted [n]. The first id never is."""
+    row: int = 0
+    """Number of the document's row in the source."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedOptions:
+    """How rows become documents."""
+
+    sequence_length: int
+    """Longest document, in tokens."""
+    truncation: Truncation = "drop"
+    """Treatment of a longer document: the document is left out (``drop``), or loses the start
+    (``left``) or the middle (``middle``) of the prompt, or the document's end (``right``)."""
+    chat: ChatOptions = field(default_factory=ChatOptions)
+    """The trained part of a conversation."""
+    bad_rows: BadRows = "refuse"
+    """Treatment of rows that cannot be used: an error names them (``refuse``), or they are left out
+    and counted (``skip``)."""
+
+    def __post_init__(self) -> None:
+        if self.bad_rows not in get_args(BadRows):
+            raise ConfigError(
+                f"bad_rows={self.bad_rows!r}; must be one of {', '.join(get_args(BadRows))}"
+            )
+        if self.truncation not in get_args(Truncation):
+            raise ConfigError(
+                f"truncation={self.truncation!r}; must be one of {', '.join(get_args(Truncation))}"
+            )
+        if self.sequence_length < 2:
+            raise ConfigError(
+                f"sequence_length={self.sequence_length}: a token is predicted from one before it; "
+                "set it to 2 or more"
+            )
+
+
+class Encoder:
+    """Makes documents of rows.
+
+    Args:
+        tokenizer: Of the model.
+        template: Template of conversations. None: there is no template, and a conversation is an
+            error.
+        options: How rows become documents.
+        ends: Ids at which generation stops, beside the tokenizer's end of text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        template: ChatTemplate | None,
+        options: SupervisedOptions,
+        ends: Collection[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._options = options
+        self._ends = frozenset(ends)
+        self.counts: Counter[str] = Counter()
+        """Row counts by outcome."""
+        self._broken: list[DataError] = []
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All inputs to the documents, beside the rows."""
+        return {
+            "version": _VERSION,
+            "parser": PARSER_VERSION,
+            "tokenizer": self._tokenizer.identity,
+            "template": None if self._template is None else self._template.identity,
+            "ends": sorted(self._ends),
+            **asdict(self._options),
+        }
+
+    def documents(self, rows: Iterable[Row]) -> Iterator[Document]:
+        """Yield the documents of rows, in order.
+
+        Raises:
+            DataError: If rows cannot be used, with file and line of the first 20, when all rows are
+                read.
+        """
+        remaining = iter(rows)
+        while chunk := list(islice(remaining, _ROWS_AT_ONCE)):
+            first = self.counts["rows"]
+            self.counts["rows"] += len(chunk)
+            pieces = [
+                (number, piece)
+                for number, row in enumerate(chunk, first)
+                for piece in self._readable(row)
+            ]
+            # Many texts a call: tokenizers encode a batch faster than text by text.
+            texts = [piece for _, piece in pieces if isinstance(piece, Rendered)]
+            encoded = iter(self._tokenizer.encode([piece.text for piece in texts]))
+            prompts = iter(self._tokenizer.encode([piece.prompt or "" for piece in texts]))
+            for number, piece in pieces:
+                if isinstance(piece, Rendered):
+                    (ids, characters), (prompt_ids, _) = next(encoded), next(prompts)
+                    full_document = (
+                        self._placed(piece, ids, characters)
+                        if piece.prompt is None
+                        else self._completed(piece, ids, characters, prompt_ids)
+                    )
+                else:
+                    full_document = Document(
+                        np.array(piece.ids, np.int32), np.array(piece.labels) != -100
+                    )
+                document = self._cut(full_document)
+                if document is not None:
+                    yield document._replace(row=number)
+        none_is_good = self.counts[BROKEN] == self.counts["rows"]  # another kind of file
+        if self._broken and (none_is_good or self._options.bad_rows == "refuse"):
+            raise self._broken_rows()
+
+    def _readable(self, row: Row) -> list[Rendered | Tokens]:
+        """Return the pieces of a row. Empty: the row is broken, and counted."""
+        try:
+            if row.error is not None:
+                raise row.error
+            return list(self._pieces(row))
+        except DataError as error:
+            self.counts[BROKEN] += 1
+            if len(self._broken) < _SHOWN:
+                self._broken.append(error)
+            return []
+
+    def _broken_rows(self) -> DataError:
+        """Return the error of all broken rows."""
+        broken, way_out = self.counts[BROKEN], "Set bad_rows=skip to train without"
+        if broken == 1:
+            return DataError(f"{str(self._broken[0]).rstrip('.')}. {way_out} this row.")
+        more = broken - len(self._broken)
+        lines = [str(error) for error in self._broken] + ([f"and {more:,} more."] if more else [])
+        return DataError(
+            f"{broken:,} of {self.counts['rows']:,} rows cannot be used. {way_out} them, or mend "
+            "them:\n  " + "\n  ".join(lines)
+        )
+
+    def _pieces(self, row: Row) -> Iterator[Rendered | Tokens]:
+        parsed = parse_row(row)
+        if isinstance(parsed, Tokens):
+            wrong_ids = [one for one in parsed.ids if not 0 <= one < len(self._tokenizer)]
+            if wrong_ids:
+                raise DataError(
+                    f"{row.where}: input_ids has id {wrong_ids[0]}, and the tokenizer "
+                    f"{len(self._tokenizer)} ids; it was made with another tokenizer"
+                )
+            yield parsed
+        elif isinstance(parsed, Text):
+            yield self._text(parsed)
+        else:
+            yield from self._samples(parsed)
+
+    def _text(self, parsed: Text) -> Rendered:
+        text = parsed.prompt + parsed.completion
+        spans = [(len(parsed.prompt), len(text))]
+        return Rendered(parsed.where, text, spans, prompt=parsed.prompt)
+
+    def _samples(self, chat: Chat) -> Iterator[Rendered]:
+        if self._template is None:
+            raise ConfigError(
+                f"{chat.where} is a conversation, and the tokenizer {self._tokenizer.source} has "
+                "no chat template. Set chat_template to the text or the file of one."
+            )
+        options = self._options_of(chat)
+        chat, dropped = drop(chat, options.drop_fields)
+        self.counts.update(DROPPED[name] for name in dropped)
+        if chat.nulls:
+            self.counts[NULLS] += chat.nulls
+        if not chat.trained:
+            self.counts["rows without an answer"] += 1
+        for sample in self._template.samples(chat, options):
+            if sample.is_rewritten:
+                self.counts[REWRITTEN] += 1
+            yield sample
+
+    def _options_of(self, chat: Chat) -> ChatOptions:
+        """Return the trained part of a conversation."""
+        return self._options.chat
+
+    def _placed(self, text: Rendered, ids: Ids, characters: Characters) -> Document:
+        """Return the document of a template's text. A token is trained if the token begins in a
+        trained character, or has the first one.
+
+        Templates such as GLM's write no end of a turn: generation stops at the next turn's header.
+        A header right behind such an answer is trained, too.
+        """
+        begins, stops = characters.T
+        trained = np.zeros(len(ids), np.bool_)
+        for begin, end in text.spans:
+            merged = (begins < begin) & (stops > begin)
+            if merged.any():
+                self.counts[MERGED] += 1
+            trained |= merged | ((begins >= begin) & (begins < end))
+        for end in text.ends:
+            following = int(np.searchsorted(begins, end))
+            is_adjacent = following < len(ids) and begins[following] == end
+            if is_adjacent and not self._has_end(ids[:following][trained[:following]]):
+                trained[following] = self._tokenizer.is_added(int(ids[following]))
+        if trained.any() and not self._has_end(ids[trained]):
+            self.counts[UNENDED] += 1
+        return Document(ids, trained)
+
+    def _completed(
+        self, text: Rendered, ids: Ids, characters: Characters, prompt_ids: Ids
+    ) -> Document:
+        """Return the document of a text without a template. Begin and end of text are added unless
+        the text has them, as a rendered text has.
+
+        The completion begins at the first id that differs from the ids of the prompt alone: the end
+        of the prompt may be a part of the completion's first token.
+        """
+        shared = min(len(ids), len(prompt_ids))
+        differs = ids[:shared] != prompt_ids[:shared]
+        first = int(np.argmax(differs)) if differs.any() else shared
+        if first < np.searchsorted(characters[:, 0], len(text.prompt or "")):
+            self.counts[MERGED] += 1
+        trained = np.arange(len(ids)) >= first
+        begin_ids = self._tokenizer.begin
+        if ids[: len(begin_ids)].tolist() != begin_ids:
+            ids, trained = np.append(begin_ids, ids), np.append([False] * len(begin_ids), trained)
+        if not self._ends_text(ids):
+            ids, trained = np.append(ids, self._tokenizer.end), np.append(trained, True)
+        return Document(ids.astype(np.int32), trained)
+
+    def _ends_text(self, ids: Ids) -> bool:
+        """Return whether ids end where generation stops. White space may follow the end."""
+        for token in ids[::-1]:
+            if int(token) in self._stops:
+                return True
+            if self._tokenizer.decode([int(token)]).strip():
+                return False
+        return False
+
+    @cached_property
+    def _stops(self) -> frozenset[int]:
+        """Ids at which generation stops: end of text, end of a turn, and those of the model."""
+        behind = "" if self._template is None else self._template.behind_answer
+        (ids, _), *_ = self._tokenizer.encode([behind])
+        end_of_turn = [token for token in ids[:1].tolist() if self._tokenizer.is_added(token)]
+        return self._ends | {self._tokenizer.end, *end_of_turn}
+
+    def _has_end(self, trained_ids: npt.NDArray[np.int32]) -> bool:
+        """Return whether trained ids end in an added token, such as an end of turn."""
+        # A line break may follow the end of a turn.
+        return any(map(self._tokenizer.is_added, trained_ids[-2:].tolist()))
+
+    def _cut(self, document: Document) -> Document | None:
+        """Return a document within the length limit, or None if the document is left out."""
+        ids, trained = document.ids, document.trained.copy()
+        trained[:1] = False  # the first token has no context
+        length, limit = len(ids), self._options.sequence_length
+        if length > limit:
+            self.counts["too long"] += 1
+            keep = self._kept(trained, length, limit)
+            if keep is None:
+                self.counts["left out as too long"] += 1
+                return None
+            ids, trained = ids[keep], trained[keep]
+            trained[:1] = False
+            self.counts["cut tokens"] += length - len(ids)
+        if not trained.any():
+            self.counts["left out without a trained token"] += 1
+            return None
+        self.counts["documents"] += 1
+        self.counts["tokens"] += len(ids)
+        self.counts["trained tokens"] += int(trained.sum())
+        return Document(ids, trained)
+
+    def _kept(self, trained: Marks, length: int, limit: int) -> npt.NDArray[np.int64] | None:
+        """Return the remaining positions [limit] of a document above the length limit. None: the
+        document is left out.
+        """
+        everything, kind = np.arange(length), self._options.truncation
+        if kind == "right":
+            return everything[:limit]
+        answer = int(np.argmax(trained)) if trained.any() else length
+        remaining = answer - (length - limit)  # of the prompt
+        if kind == "drop" or remaining < 1:
+            return None
+        if kind == "left":
+            return everything[length - limit :]
+        head = remaining - remaining // 2
+        return np.concatenate([everything[:head], everything[answer - (remaining - head) :]])
+
+
+class Documents(Sequence[Document]):
+    """Documents in files mapped into memory.
+
+    Args:
+        folder: Folder written by :meth:`build`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        report = json.loads((folder / _REPORT).read_text())
+        self.report: dict[str, int] = report["counts"]
+        """Row counts by outcome."""
+        self.digest: str = report["digest"]
+        """Of all ids and marks."""
+        self.rows: npt.NDArray[np.int64] = np.load(folder / _ROWS)
+        """Number of each document's row in the source [D]."""
+        self._bounds = np.load(folder / _BOUNDS)
+        self._ids = _mapped(folder / _IDS, np.dtype(np.int32))
+        self._trained = _mapped(folder / _TRAINED, np.dtype(np.bool_))
+
+    @classmethod
+    def build(cls, folder: Path, documents: Iterable[Document], counts: Counter[str]) -> Documents:
+        """Write documents into ``folder``. Several processes may do so at once.
+
+        Args:
+            folder: Is made.
+            documents: Documents, read once and in turn.
+            counts: Row counts by outcome, complete when all documents are read.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        bounds, rows, digest = [0], [], hashlib.sha256()
+        with atomic_write(folder / _IDS) as ids, atomic_write(folder / _TRAINED) as trained:
+            for document in documents:
+                for file, array in zip((ids, trained), document[:2], strict=True):
+                    data = array.tobytes()
+                    file.write(data)
+                    digest.update(data)
+                bounds.append(bounds[-1] + len(document.ids))
+                rows.append(document.row)
+        for name, numbers in ((_BOUNDS, bounds), (_ROWS, rows)):
+            with atomic_write(folder / name) as file:
+                np.save(file, np.array(numbers, np.int64))
+        # The digest covers ids, marks and bounds, and says in checkpoints which data was read.
+        digest.update(np.array(bounds, np.int64).tobytes())
+        with atomic_write(folder / _REPORT) as file:  # written last: marks the folder as complete
+            report = {"counts": dict(counts), "digest": digest.hexdigest()}
+            file.write(json.dumps(report, indent=1).encode())
+        return cls(folder)
+
+    @staticmethod
+    def are_in(folder: Path) -> bool:
+        """Return whether :meth:`build` has completely written ``folder``."""
+        return (folder / _REPORT).is_file()
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of every document [D]."""
+        return np.asarray(np.diff(self._bounds), np.int64)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        part = slice(self._bounds[index], self._bounds[index + 1])
+        return Document(self._ids[part], self._trained[part])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # a loader's worker maps the files again instead of receiving their bytes
+        return (type(self), (self.folder,))
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    if not path.stat().st_size:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, "r").view(np.ndarray)

@@ -1,0 +1,417 @@
+"""Rows as conversations, texts or tokens: the schemas of fine-tuning data.
+
+A conversation has OpenAI's form: messages with ``role`` and ``content``, ``tool_calls`` in answers,
+and ``tools`` beside the messages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_lightning.data.rows.sources import Row, without_missing
+from megatron_lightning.errors import DataError
+
+PARSER_VERSION = 4
+"""Part of the name of cached documents. A change in the rows accepted here, or in the content
+returned for a row, raises the version: a cached file is not parsed again."""
+ASSISTANT = "assistant"
+SYSTEM_ROLES = ("system", "developer")
+_ROLES: Mapping[str, str] = {
+    "human": "user",
+    "user": "user",
+    "gpt": ASSISTANT,
+    "assistant": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "model": ASSISTANT,
+    "bot": ASSISTANT,
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "function_call",
+}
+"""Role of ShareGPT -> role of OpenAI."""
+_SCHEMAS = (
+    "messages (OpenAI), conversations (ShareGPT), instruction and output (Alpaca), prompt and "
+    "completion, text, or input_ids"
+)
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of the reasoning in a message."""
+_INSTEAD_OF_CONTENT = ("tool_calls", "function_call", *REASONING)
+"""Keys of an answer that needs no content."""
+THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+"""Reasoning inside of a message's content."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, and the trained answers."""
+
+    where: str
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    trained: frozenset[int] = field(default_factory=frozenset)
+    """Positions of the messages with a loss."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Values for the template from the row's ``chat_template_kwargs``."""
+    functions: Any = None
+    """The row's ``functions``, an older form of tools that templates do not read."""
+    nulls: int = 0
+    """Arguments of tool calls left out for the value null."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text without a template: a prompt without a loss, and the completion."""
+
+    where: str
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenized row."""
+
+    where: str
+    ids: Sequence[int]
+    labels: Sequence[int]
+    """Labels of the same length and not shifted, as in ``transformers``. -100 means no loss."""
+
+
+def parse_row(row: Row) -> Chat | Text | Tokens:
+    """Return the content of a row, by the row's keys.
+
+    Raises:
+        DataError: If the keys match no schema, or a value does not fit the schema.
+    """
+    fields = row.fields
+    if "input_ids" in fields:
+        return _tokens(row)
+    if str(fields.get("label")).lower() == "false" and "text" not in fields:
+        raise DataError(
+            f"{row.where}: label is false, which marks an answer to avoid (data of KTO), and "
+            "fine-tuning would train it. Leave such rows out."
+        )
+    if "messages" in fields:
+        return _chat(row, "messages", _with_system(row, _turns(row, "messages")))
+    if "conversations" in fields:
+        turns = openai_messages(row, "conversations", fields["conversations"])
+        return _chat(row, "conversations", _with_system(row, turns))
+    if "instruction" in fields and "output" in fields:
+        return _chat(row, "instruction", _alpaca(row))
+    if "prompt" in fields and "completion" in fields:
+        return _completion(row)
+    if "text" in fields:
+        return Text(row.where, "", _text(row, "text", fields["text"]))
+    raise DataError(
+        f"{row.where}: the keys {sorted(fields)} are of no known schema; expected {_SCHEMAS}"
+    )
+
+
+def _text(row: Row, key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{row.where}: {key} is a {type(value).__name__}; it must be text")
+    return value
+
+
+def _chat(row: Row, key: str, messages: Any, answers_from: int = 0) -> Chat:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{row.where}: {key} must be a list of messages, and not an empty one")
+    made, trained, nulls = [], set(), 0
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(
+                f"{row.where}: message {index} of {key} must be an object with role and content"
+            )
+        _check_message(row, index, message)
+        if message["role"] == ASSISTANT and index >= answers_from and _counts(row, index, message):
+            trained.add(index)
+        made.append(_message(row, index, message))
+        nulls += sum(map(_nulls, message.get("tool_calls") or ()))
+    functions = row.fields.get("functions") or None
+    return Chat(
+        row.where, made, _tools(row), frozenset(trained), _template_options(row), functions, nulls
+    )
+
+
+def _check_message(row: Row, index: int, message: Mapping[str, Any]) -> None:
+    """Refuse a message that would be rendered as an empty one, or by a role of ShareGPT.
+
+    Raises:
+        DataError: If the message has no content, or the role is another word for user or
+            assistant.
+    """
+    role = message["role"]
+    meant = _ROLES.get(role, role)
+    if meant != role and meant in ("user", ASSISTANT):
+        raise DataError(
+            f"{row.where}: message {index} has the role {role!r}, which templates do not know and "
+            f"which has no loss; write {meant!r}"
+        )
+    if message.get("content") is not None or role == "tool":
+        return
+    if role != ASSISTANT or not any(message.get(key) for key in _INSTEAD_OF_CONTENT):
+        raise DataError(
+            f"{row.where}: message {index} of the role {role!r} has no content, but the keys "
+            f"{sorted(message)}; write its text as content"
+        )
+
+
+def _counts(row: Row, index: int, message: Mapping[str, Any]) -> bool:
+    """Return whether a message's own ``weight`` (OpenAI) or ``train`` keeps the message in the
+    loss.
+    """
+    for name in ("weight", "train"):
+        value = message.get(name)
+        if value is not None and value not in (0, 1):
+            raise DataError(
+                f"{row.where}: message {index} has {name}={value!r}; an answer counts (1) or does "
+                "not (0)"
+            )
+        if value is not None and not value:
+            return False
+    return True
+
+
+def _message(row: Row, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message for templates: text as content, arguments of calls as objects."""
+    # Templates ask whether a key is there, and files have keys of the value null.
+    fields = {
+        key: value
+        for key, value in message.items()
+        if value is not None and key not in ("weight", "train")
+    }
+    content = fields.get("content")
+    if isinstance(content, list):
+        fields["content"] = "".join(_part(row, index, part) for part in content)
+    elif content is None:
+        fields["content"] = ""
+    elif not isinstance(content, str):
+        raise DataError(
+            f"{row.where}: the content of message {index} is a {type(content).__name__}; it must "
+            "be text"
+        )
+    if fields.get("tool_calls"):
+        fields["tool_calls"] = [_call(row, index, call) for call in fields["tool_calls"]]
+    return fields
+
+
+def _part(row: Row, index: int, part: Any) -> str:
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    part_type = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise DataError(
+        f"{row.where}: message {index} has a part of the type {part_type!r}, and only text can be "
+        "trained; remove it"
+    )
+
+
+def _call(row: Row, index: int, call: Any) -> dict[str, Any]:
+    """Return a call with the arguments as an object. OpenAI's files have JSON text, and templates
+    write JSON themselves.
+    """
+    if not isinstance(call, Mapping):
+        raise DataError(f"{row.where}: a tool call of message {index} must be an object")
+    function = dict(call.get("function", call))
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        function["arguments"] = _json(row, f"the arguments of a call in message {index}", arguments)
+    elif arguments is not None:
+        function["arguments"] = without_missing(arguments)
+    return {**call, "function": function} if "function" in call else function
+
+
+def _nulls(call: Any) -> int:
+    """Return the number of null arguments of a call. Columns of structs have all keys of all calls,
+    and JSON lines written from such columns do. JSON text was written by the caller.
+    """
+
+    def count(value: Any) -> int:
+        items = value.values() if isinstance(value, dict) else value
+        if not isinstance(value, dict | list):
+            return 0
+        is_object = isinstance(value, dict)
+        return sum(count(one) if one is not None else is_object for one in items)
+
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    return count(function.get("arguments")) if isinstance(function, Mapping) else 0
+
+
+def _json(row: Row, what: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{row.where}: {what} are no JSON: {error}") from error
+
+
+def _turns(row: Row, key: str) -> Any:
+    """Return the turns of a conversation. Tables of text (CSV) hold the turns as JSON text."""
+    turns = row.fields[key]
+    return _json(row, key, turns) if isinstance(turns, str) else turns
+
+
+def _tools(row: Row) -> list[Mapping[str, Any]] | None:
+    tools = row.fields.get("tools")
+    if isinstance(tools, str):
+        tools = _json(row, "tools", tools) if tools.strip() else None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"{row.where}: tools must be a list of objects, or its JSON text")
+    return tools
+
+
+_NO_OPTIONS = (
+    "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "return_assistant_tokens_mask",
+)  # fmt: skip
+"""Arguments of the rendering that are no values for the template."""
+
+
+def _template_options(row: Row) -> dict[str, Any]:
+    """Return the row's values for the template.
+
+    Raises:
+        DataError: If they are no object, or name an argument of the rendering.
+    """
+    options = row.fields.get("chat_template_kwargs")
+    if isinstance(options, str):
+        options = _json(row, "chat_template_kwargs", options) if options.strip() else None
+    if not options:
+        return {}
+    if not isinstance(options, Mapping):
+        raise DataError(f"{row.where}: chat_template_kwargs must be an object, or its JSON text")
+    reserved = [name for name in options if name in _NO_OPTIONS]
+    if reserved:
+        raise DataError(
+            f"{row.where}: chat_template_kwargs has {reserved[0]}, which is no value of the "
+            "template; leave it out"
+        )
+    # Columns of structs have all keys of all rows.
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def openai_messages(row: Row, key: str, turns: Any) -> list[Any]:
+    """Return turns as OpenAI's messages. ShareGPT's turns have ``from`` and ``value``."""
+    turns = _json(row, key, turns) if isinstance(turns, str) else turns
+    if not isinstance(turns, list):
+        raise DataError(f"{row.where}: {key} must be a list of turns")
+    messages: list[Any] = []
+    for index, turn in enumerate(turns):
+        if not isinstance(turn, Mapping):
+            raise DataError(f"{row.where}: turn {index} must be an object with from and value")
+        # Some files mix both forms within one conversation.
+        if "role" in turn:
+            messages.append(turn)
+            continue
+        role, value = _ROLES.get(str(turn.get("from"))), turn.get("value")
+        if role is None or not isinstance(value, str):
+            raise DataError(
+                f"{row.where}: turn {index} is from {turn.get('from')!r}; expected value as text, "
+                f"from one of {', '.join(_ROLES)}"
+            )
+        settings = {key: turn[key] for key in ("weight", "train") if key in turn}
+        if role == "function_call":
+            call = _json(row, f"the call of turn {index}", value)
+            calls = call if isinstance(call, list) else [call]
+            tool_calls = [{"type": "function", "function": one} for one in calls]
+            messages.append(
+                {"role": ASSISTANT, "content": "", "tool_calls": tool_calls, **settings}
+            )
+        else:
+            messages.append({"role": role, "content": value, **settings})
+    return messages
+
+
+def _with_system(row: Row, messages: Any) -> Any:
+    """Return messages behind the row's ``system``, if there is one.
+
+    Raises:
+        DataError: If the messages begin with another system message.
+    """
+    system = row.fields.get("system")
+    if not system or not isinstance(messages, list):
+        return messages
+    first = messages[0] if messages else None
+    if isinstance(first, Mapping) and first.get("role") == "system":
+        if first.get("content") == system:
+            return messages
+        raise DataError(
+            f"{row.where}: the row has system, and the first message is a system message, too; "
+            "keep one of them"
+        )
+    return [{"role": "system", "content": _text(row, "system", system)}, *messages]
+
+
+def alpaca_prompt(row: Row) -> list[Any]:
+    """Return the messages before the answer of a row with ``instruction``."""
+    fields = row.fields
+    question = _text(row, "instruction", fields["instruction"])
+    if fields.get("input"):
+        question = f"{question}\n{_text(row, 'input', fields['input'])}"
+    messages: list[Any] = []
+    if fields.get("system"):
+        messages.append({"role": "system", "content": _text(row, "system", fields["system"])})
+    for pair in fields.get("history") or ():
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            raise DataError(f"{row.where}: history must be pairs of a question and an answer")
+        messages += [
+            {"role": "user", "content": pair[0]},
+            {"role": ASSISTANT, "content": pair[1]},
+        ]
+    return [*messages, {"role": "user", "content": question}]
+
+
+def _alpaca(row: Row) -> list[Any]:
+    answer = _text(row, "output", row.fields["output"])
+    return [*alpaca_prompt(row), {"role": ASSISTANT, "content": answer}]
+
+
+def _completion(row: Row) -> Chat | Text:
+    prompt, completion = row.fields["prompt"], row.fields["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        for name in ("system", "tools"):
+            if row.fields.get(name):
+                raise DataError(
+                    f"{row.where}: the row has {name} beside a prompt that is text, which no "
+                    f"template renders; make the prompt a list of messages, or leave {name} out"
+                )
+        return Text(row.where, prompt, completion)
+    if isinstance(prompt, list) and isinstance(completion, list):
+        messages = _with_system(row, [*prompt, *completion])
+        num_before = len(messages) - len(completion)
+        return _chat(row, "prompt and completion", messages, num_before)
+    raise DataError(
+        f"{row.where}: prompt is a {type(prompt).__name__} and completion a "
+        f"{type(completion).__name__}; both must be text, or both lists of messages"
+    )
+
+
+def _tokens(row: Row) -> Tokens:
+    ids, labels = row.fields["input_ids"], row.fields.get("labels")
+    labels = ids if labels is None else labels
+    for name, values in (("input_ids", ids), ("labels", labels)):
+        if not isinstance(values, list) or not all(type(value) is int for value in values):
+            raise DataError(f"{row.where}: {name} must be a list of integers")
+    if len(ids) != len(labels):
+        raise DataError(
+            f"{row.where}: {len(ids)} input_ids and {len(labels)} labels; there must be a label "
+            "for every id, not shifted"
+        )
+    wrong_entries = [
+        at
+        for at, (one, label) in enumerate(zip(ids, labels, strict=True))
+        if label not in (one, -100)
+    ]
+    if wrong_entries:
+        raise DataError(
+            f"{row.where}: labels[{wrong_entries[0]}] is {labels[wrong_entries[0]]} and "
+            f"input_ids[{wrong_entries[0]}] {ids[wrong_entries[0]]}; labels are the ids "
+            "themselves, not shifted, or -100"
+        )
+    return Tokens(row.where, ids, labels)

@@ -1,0 +1,1 @@
+"""Masked samples for encoders (BERT) and encoder-decoders (T5)."""

@@ -1,0 +1,1 @@
+"""Order of training samples: shares of ranks, growing batches, and the position to resume at."""

@@ -1,0 +1,1 @@
+"""Samples of pre-training: fixed lengths, blends, and fill-in-the-middle."""

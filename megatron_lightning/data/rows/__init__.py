@@ -1,0 +1,1 @@
+"""Rows of fine-tuning: documents of files and of the Hub, encoded, packed, paired and shown."""

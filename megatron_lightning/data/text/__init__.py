@@ -1,0 +1,1 @@
+"""Text as token files: documents read, divided into pieces, tokenized and written."""

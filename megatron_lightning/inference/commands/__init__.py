@@ -1,0 +1,1 @@
+"""The commands ``generate``, ``evaluate`` and ``serve``, and what they load."""

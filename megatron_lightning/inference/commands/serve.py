@@ -1,0 +1,262 @@
+"""``megatron-lightning serve``: answer an OpenAI client with a trained model."""
+
+from __future__ import annotations
+
+import ipaddress
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from megatron_lightning.data.text.tokenizers import TokenizerType
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.commands.load import Dtype
+from megatron_lightning.inference.commands.text_codec import Codec
+from megatron_lightning.inference.commands.text_job import ModelJob
+from megatron_lightning.inference.engine.text_engine import Engine
+from megatron_lightning.inference.engine.text_model import TextModel
+from megatron_lightning.optional import require
+
+_KEY = "MEGATRON_LIGHTNING_API_KEY"
+_LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
+
+
+def serve(  # noqa: PLR0917  # every argument is an option of the command line
+    checkpoint: str,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    name: str | None = None,
+    api_key_file: str | None = None,
+    allowed_hosts: list[str] | None = None,
+    max_queue: int = 256,
+    timeout_s: float = 600.0,
+    max_body_mib: float = 4.0,
+    tokenizer_model: str | None = None,
+    tokenizer_type: TokenizerType = "sentencepiece",
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    pipeline_schedule: str | list[str] = "auto",
+    device: str = "auto",
+    dtype: Dtype = "float32",
+    max_tokens: int = 512,
+    max_requests: int = 64,
+    cache_gib: float = 1.0,
+    adapters: str | None = None,
+    draft_tokens: int = 0,
+) -> None:
+    """Serve a trained model: OpenAI's completions and chats, and a page to try prompts.
+
+    The server is for looking at a checkpoint, for a few users. Addresses outside of this machine
+    need an API key, in the environment (MEGATRON_LIGHTNING_API_KEY) or in a file.
+
+    Args:
+        checkpoint: Checkpoint directory, plain Lightning .ckpt file, Hugging Face folder, or Hub
+            id.
+        host: Address to listen at.
+        port: Port to listen at.
+        name: Name of the model. Default: the checkpoint's name.
+        api_key_file: File with the API key of requests.
+        allowed_hosts: Further names of the server (the header Host).
+        max_queue: Running and waiting requests, at most. Further requests are refused.
+        timeout_s: Seconds of a request.
+        max_body_mib: MiB of a request.
+        tokenizer_model: The tokenizer of the training data. Default: the tokenizer saved with the
+            model.
+        tokenizer_type: sentencepiece, huggingface, json, bytes, null or class_path.
+        tensor_model_parallel_size: Ranks to split each layer's matrices over.
+        pipeline_model_parallel_size: Ranks to split the layers over, as stages.
+        virtual_pipeline_model_parallel_size: Stages on each pipeline rank.
+        expert_model_parallel_size: Ranks to divide the experts over. Experts use the tensor
+            parallel ranks: set expert_tensor_parallel_size to 1, or reduce
+            expert_tensor_parallel_size by the same factor.
+        expert_tensor_parallel_size: Ranks to split each expert's matrices over. Default: the tensor
+            parallel size.
+        pipeline_schedule: Schedule as in training. Determines the stages of each rank.
+        device: cpu, cuda, or auto (cuda if available).
+        dtype: Dtype of the weights: float32, bfloat16 or float16.
+        max_tokens: Tokens of a step over all texts. Longer prompts are computed in chunks.
+        max_requests: Texts computed at the same time. Further texts wait.
+        cache_gib: GiB for keys and values on each rank, at most.
+        adapters: Folder of peft, or checkpoint, with adapters for the model.
+        draft_tokens: Tokens drafted for each text in a step, by as many layers of multi-token
+            prediction, and verified by the model. The texts are the same. 0: no drafts.
+
+    Raises:
+        ConfigError: If the values cannot work together, or the packages are not installed.
+        CheckpointError: If the checkpoint cannot be read.
+        DataError: If the tokenizer cannot be read.
+    """
+    _check_installed()
+    key = _api_key(api_key_file)
+    _check_address(host, key)
+    job = ModelJob(
+        checkpoint=checkpoint,
+        adapters=adapters,
+        tokenizer_model=tokenizer_model,
+        tokenizer_type=tokenizer_type,
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
+        pipeline_schedule=pipeline_schedule,
+        device=device,
+        dtype=dtype,
+        max_tokens=max_tokens,
+        max_requests=max_requests,
+        cache_gib=cache_gib,
+        draft_tokens=draft_tokens,
+    )
+    _check_engine(job)
+    job.check()
+    settings = {
+        "host": host,
+        "port": port,
+        "max_queue": max_queue,
+        "server": {
+            "name": name or Path(checkpoint).name or checkpoint,
+            "api_key": key,
+            "hosts": _accepted_hosts(host, allowed_hosts or ()),
+            "max_body_bytes": int(max_body_mib * 2**20),
+            "timeout_s": timeout_s,
+        },
+    }
+    with _passed_on():
+        job.run(_serve, settings)
+
+
+def _serve(engine: TextModel, codec: Codec, settings: Any) -> None:
+    """Serve on a single rank."""
+    from megatron_lightning.inference.serving.serving_thread import Stepping
+
+    # Models with a generate of their own are refused before processes start.
+    stepping = Stepping(cast(Engine, engine), settings["max_queue"])
+    if engine.context.rank != 0:
+        # The first rank drains, and then ends all ranks.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        stepping.run()
+        return
+    _answer(stepping, codec, settings)
+
+
+def _answer(stepping: Any, codec: Codec, settings: Any) -> None:
+    require("uvicorn", "the server")
+    import uvicorn
+
+    from megatron_lightning.inference.serving.connections import patient_for
+    from megatron_lightning.inference.serving.server import Server, ServerSettings
+    from megatron_lightning.inference.serving.serving_thread import start
+
+    server: Any = None
+
+    def on_failure() -> None:
+        if server is not None:
+            server.should_exit = True
+
+    # The engine steps in a thread, and the event loop only passes on texts: a slow client stops no
+    # step.
+    thread = start(stepping, on_failure)
+    stepping.wait_until_ready()
+    longest = stepping.longest
+    app = Server(stepping, codec, ServerSettings(longest=longest, **settings["server"])).app()
+    config = uvicorn.Config(
+        app,
+        http=patient_for(settings["server"]["timeout_s"]),
+        host=settings["host"],
+        port=settings["port"],
+        log_level="warning",
+        timeout_graceful_shutdown=int(settings["server"]["timeout_s"]),
+    )
+    server = uvicorn.Server(config)
+    if stepping.failure is None:
+        print(
+            f"megatron-lightning: serving {settings['server']['name']} at "
+            f"http://{settings['host']}:{settings['port']}/ (up to {longest} tokens a text).",
+            file=sys.stderr,
+            flush=True,
+        )
+        # The server has drained before raising the signal again.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        server.run()
+    stepping.end()
+    thread.join()
+    if stepping.failure is not None:
+        raise stepping.failure
+
+
+@contextmanager
+def _passed_on() -> Iterator[None]:
+    """Pass SIGTERM on to the started processes. The first process drains."""
+
+    def pass_on(*_: Any) -> None:
+        children = multiprocessing.active_children()
+        for child in children:
+            if child.pid is not None:
+                os.kill(child.pid, signal.SIGTERM)
+        if not children:
+            raise SystemExit(128 + signal.SIGTERM)
+
+    handler_before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler_before)
+
+
+def _check_address(host: str, key: str | None) -> None:
+    if not _is_loopback(host) and key is None:
+        raise ConfigError(
+            f"host={host} is reached by others, and there is no API key. Set {_KEY} or "
+            "api_key_file, or host to 127.0.0.1."
+        )
+
+
+def _check_engine(job: ModelJob) -> None:
+    if job.saved.refusal is not None:
+        raise ConfigError(
+            f"{job.checkpoint} writes by its own generate, one text at a time, and is not served. "
+            "Serve its folder with vLLM, SGLang or transformers. The engine does not support the "
+            f"model: {job.saved.refusal}"
+        )
+
+
+def _accepted_hosts(host: str, allowed_hosts: Iterable[str]) -> frozenset[str] | None:
+    """Return the names of the server in the header Host. None: any name."""
+    names = frozenset(map(str.lower, allowed_hosts))
+    # A web page could reach a local server under a foreign name (DNS rebinding).
+    if _is_loopback(host) or names:
+        return _LOOPBACK | names | {host.strip("[]").lower()}
+    return None
+
+
+def _check_installed() -> None:
+    for package in ("fastapi", "uvicorn"):
+        require(package, "the server")
+
+
+def _api_key(file: str | None) -> str | None:
+    if file is None:
+        return os.environ.get(_KEY) or None
+    try:
+        key = Path(file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"api_key_file={file} cannot be read ({error.strerror}).") from error
+    if not key:
+        raise ConfigError(f"api_key_file={file} is empty. Write a key into it.")
+    return key
+
+
+def _is_loopback(host: str) -> bool:
+    if host.lower() in _LOOPBACK:
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

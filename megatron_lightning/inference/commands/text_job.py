@@ -1,0 +1,219 @@
+"""Processes of a command for a trained model: this process, the processes of torchrun or Slurm, or
+new processes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lightning.data.text.tokenizers import TokenizerType
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.commands.load import (
+    Dtype,
+    SavedModel,
+    check_model,
+    find_codec,
+    find_model,
+    find_stops,
+    load_engine,
+)
+from megatron_lightning.inference.commands.text_codec import Codec, load_codec
+from megatron_lightning.inference.engine.engine_options import EngineOptions
+from megatron_lightning.inference.engine.speculative import check_drafts
+from megatron_lightning.inference.engine.text_model import TextModel
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.pipeline.schedules import resolve
+from megatron_lightning.resilience import launcher
+from megatron_lightning.resilience.launcher import Launcher
+from megatron_lightning.resilience.workers import run_workers
+
+Work = Callable[[TextModel, Codec, Any], Any]
+"""Function of a rank's engine, the codec and arguments. The arguments travel to other processes.
+Rank 0's result is plain data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelJob:
+    """A trained model, a tokenizer, and the processes to run the model. Plain values: the options
+    of commands, described at each command.
+    """
+
+    checkpoint: str
+    adapters: str | None
+    tokenizer_model: str | None
+    tokenizer_type: TokenizerType
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int | None
+    pipeline_schedule: str | list[str]
+    device: str
+    dtype: Dtype
+    max_tokens: int
+    max_requests: int
+    cache_gib: float
+    draft_tokens: int = 0
+    num_replicas: int = 1
+    """Number of replicas to start."""
+    runs_replicas: bool = False
+    """Whether processes beyond one replica have separate work."""
+
+    @cached_property
+    def layout(self) -> ParallelLayout:
+        """Sizes of the layout.
+
+        Raises:
+            ConfigError: If a size cannot work.
+        """
+        return ParallelLayout(
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size,
+            expert_model_parallel_size=self.expert_model_parallel_size,
+            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
+            sequence_parallel=False,  # rows are short: gathers would cost more than the savings
+        )
+
+    @cached_property
+    def options(self) -> EngineOptions:
+        """Sizes of the engine.
+
+        Raises:
+            ConfigError: If a size cannot work.
+        """
+        return EngineOptions(
+            max_tokens=self.max_tokens,
+            max_requests=min(self.max_requests, self.max_tokens),
+            cache_gib=self.cache_gib,
+            draft_tokens=self.draft_tokens,
+        )
+
+    @cached_property
+    def saved(self) -> SavedModel:
+        """The model.
+
+        Raises:
+            CheckpointError: If the checkpoint cannot be read.
+        """
+        return find_model(self.checkpoint, adapters=self.adapters)
+
+    @cached_property
+    def codec(self) -> Codec:
+        """The tokenizer's codec.
+
+        Raises:
+            ConfigError: If there is no tokenizer, or the tokenizer has more ids than the model.
+            CheckpointError: If the checkpoint cannot be read.
+            DataError: If the tokenizer cannot be loaded.
+        """
+        saved = self.saved  # first: where no model is, the model is missing, not its tokenizer
+        name = self.tokenizer_model or self.checkpoint
+        codec = (
+            find_codec(self.checkpoint, self.adapters)
+            if self.tokenizer_model is None
+            else load_codec(self.tokenizer_model, self.tokenizer_type)
+        )
+        if codec.vocab_size > saved.vocab_size:
+            raise ConfigError(
+                f"{name} has {codec.vocab_size} ids and the model in "
+                f"{self.checkpoint} has vocab_size={saved.vocab_size}. Set tokenizer_model "
+                "to the tokenizer that made the training data."
+            )
+        return codec
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        started = launcher.find()
+        if started is not None:
+            return started.world_size
+        return self.layout.tp * self.layout.pp * self.num_replicas
+
+    def check(self) -> None:
+        """Check the settings as far as possible before processes start.
+
+        Raises:
+            ConfigError: If the values cannot work together.
+            CheckpointError: If the checkpoint cannot be read.
+            DataError: If the tokenizer cannot be loaded.
+        """
+        layout, world_size = self.layout, self.world_size
+        options = self.options
+        _check_experts(layout)
+        resolve(self.pipeline_schedule, num_ranks=layout.pp, num_chunks=layout.vpp)
+        _ = self.codec
+        check_model(self.saved, layout, world_size)
+        check_drafts(self.saved.config, options)
+        if self.adapters is not None:
+            self.saved.build()  # on meta: reads the adapters alone
+        if layout.data_parallel_size(world_size) > 1 and not self.runs_replicas:
+            raise ConfigError(
+                f"{world_size} processes were started, and tensor_model_parallel_size={layout.tp} "
+                f"x pipeline_model_parallel_size={layout.pp} uses {layout.tp * layout.pp}; the "
+                "others would write the same text. Start as many as are used."
+            )
+
+    def run(self, work: Work, arguments: Any) -> Any:
+        """Return the result of ``work`` on rank 0. None on other ranks of a launcher."""
+        started, world_size = launcher.find(), self.world_size
+        if started is not None and world_size > 1:
+            return self._join(work, arguments, started)
+        if world_size == 1:
+            return self._work(work, arguments, launcher.local_device(self.torch_device))
+        with tempfile.TemporaryDirectory() as folder:
+            # Without cached values: each process reads its own.
+            run_workers(_worker, (replace(self), work, arguments, folder), world_size)
+            return torch.load(Path(folder, "result"), weights_only=True)
+
+    def _join(self, work: Work, arguments: Any, started: Launcher) -> Any:
+        if self.torch_device == "cpu":
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // started.world_size))
+        with started.joined(self.torch_device) as device:
+            result = self._work(work, arguments, device)
+            return result if started.rank == 0 else None
+
+    @property
+    def torch_device(self) -> str:
+        """Type of the device."""
+        if self.device == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        return self.device
+
+    def _work(self, work: Work, arguments: Any, device: torch.device) -> Any:
+        engine = load_engine(
+            self.checkpoint,
+            self.layout,
+            adapters=self.adapters,
+            options=self.options,
+            pipeline_schedule=self.pipeline_schedule,
+            device=str(device),
+            dtype=self.dtype,
+            stops=(*self.codec.stops, *find_stops(self.checkpoint, self.adapters)),
+            decode=self.codec.decode,
+        )
+        return work(engine, self.codec, arguments)
+
+
+def _worker(rank: int, job: ModelJob, work: Work, arguments: Any, folder: str) -> None:
+    result = job._join(work, arguments, Launcher.of_worker(rank, job.world_size, folder))
+    if rank == 0:
+        torch.save(result, Path(folder, "result"))
+
+
+def _check_experts(layout: ParallelLayout) -> None:
+    if layout.tp % (layout.etp * layout.ep):
+        raise ConfigError(
+            f"expert_tensor_parallel_size={layout.etp} x expert_model_parallel_size={layout.ep} "
+            f"does not divide tensor_model_parallel_size={layout.tp}, whose ranks share the "
+            "experts. Set expert_tensor_parallel_size to 1 and tensor_model_parallel_size to a "
+            f"multiple of {layout.ep}."
+        )

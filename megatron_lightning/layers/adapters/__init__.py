@@ -1,0 +1,1 @@
+"""Low-rank adapters of layers, and layers that compute otherwise for a time."""

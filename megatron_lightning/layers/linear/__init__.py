@@ -1,0 +1,1 @@
+"""Linear layers and embeddings over tensor-parallel ranks, and their GEMMs."""

@@ -1,0 +1,1 @@
+"""Losses of tokens and of answers, without gathered logits."""

@@ -1,0 +1,1 @@
+"""What layers keep: keys and states of generated text, recomputed and offloaded activations."""

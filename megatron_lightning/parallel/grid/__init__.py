@@ -1,0 +1,1 @@
+"""Rank numbering, sizes of axes, and process groups."""

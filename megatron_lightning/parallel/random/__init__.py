@@ -1,0 +1,1 @@
+"""Random streams of layers and replicas."""

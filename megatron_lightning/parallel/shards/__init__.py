@@ -1,0 +1,1 @@
+"""Shards of parameters: specs, plans, ties, and what other stages hold."""

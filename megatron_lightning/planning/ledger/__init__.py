@@ -1,0 +1,1 @@
+"""Bytes of a plan: tapes of activations, weights, gradients and optimizer."""

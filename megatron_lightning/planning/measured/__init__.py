@@ -1,0 +1,1 @@
+"""Plans of modules that are measured instead of declared."""

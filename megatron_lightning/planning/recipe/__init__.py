@@ -1,0 +1,1 @@
+"""Configuration files as plain values, without their objects."""

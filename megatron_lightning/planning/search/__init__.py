@@ -1,0 +1,1 @@
+"""Layouts of a recipe that fit into a device, by modelled time."""

@@ -1,0 +1,1 @@
+"""Frozen base weights as quantized data beside trained adapters."""

@@ -1,0 +1,97 @@
+"""The server's answers to single requests, in one process and without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from megatron_lightning.inference.serving.server import Server, ServerSettings
+
+
+class _Idle:
+    """A stepping thread without requests."""
+
+    failure = None
+    max_queue = room = 8
+
+
+def post(app: Any, path: str, body: Any) -> tuple[int, Any]:
+    """Return status and JSON, or the content, of the answer to a JSON body."""
+    headers = {"Content-Type": "application/json"}
+    return _request(app, path, headers, json.dumps(body).encode())
+
+
+def _request(app: Any, path: str, headers: dict[str, str], body: bytes = b"") -> tuple[int, Any]:
+    """Return status and JSON of a request's answer."""
+    sent: list[Any] = []
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST" if body else "GET",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+    }
+
+    bodies = [body]
+
+    async def receive() -> Any:
+        if not bodies:
+            await asyncio.sleep(3600)
+        return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    content = b"".join(message.get("body", b"") for message in sent[1:])
+    return sent[0]["status"], json.loads(content) if content[:1] == b"{" else content
+
+
+@pytest.mark.parametrize("host", ["a.example", "a.example/?", "a.example/x#", "a/b?x=:80", ""])
+def test_no_header_host_stands_in_for_the_key(host: str) -> None:
+    settings = ServerSettings(name="m", longest=64, api_key="secret")
+    idle: Any = _Idle()
+    app = Server(idle, idle, settings).app()
+    for path in ("/v1/models", "/v1/models/m", "//v1/models", "/v1/../v1/models"):
+        status, answer = _request(app, path, {"Host": host})
+        assert status == 401 and "API key" in answer["error"]["message"]
+        status, _ = _request(app, path, {"Host": host, "Authorization": "Bearer secreT"})
+        assert status == 401
+    key = {"Host": host, "Authorization": "Bearer secret"}
+    assert _request(app, "/v1/models", key)[0] == 200
+    assert _request(app, "/", {"Host": host})[0] == 200
+
+
+def test_the_routed_path_decides_not_that_of_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases of starlette built the path of the URL from the header Host."""
+    import starlette.requests
+
+    class Elsewhere:
+        path = "/"
+
+    monkeypatch.setattr(starlette.requests.HTTPConnection, "url", property(lambda _: Elsewhere()))
+    idle: Any = _Idle()
+    app = Server(idle, idle, ServerSettings(name="m", longest=64, api_key="secret")).app()
+    assert _request(app, "/v1/models", {"Host": "a"})[0] == 401
+
+
+def test_the_page_is_of_files_without_inline_code() -> None:
+    idle: Any = _Idle()
+    app = Server(idle, idle, ServerSettings(name="m", longest=64)).app()
+    found = {path: _request(app, path, {})[1].decode() for path in ("/", "/page.css", "/page.js")}
+    page, script = found["/"], found["/page.js"]
+    assert "<script>" not in page and "onclick" not in page and "innerHTML" not in script
+    ids = set(re.findall(r'id="(\w+)"', page))
+    assert set(re.findall(r'\$\("(\w+)"\)', script)) <= ids
+    assert {"system", "turns", "again", "chat"} <= ids
