@@ -87,7 +87,7 @@ _READS_SETTINGS = re.compile(
 )
 
 
-_GUARDS = ("assembly.saving_guard", "strategies.outputs.after_fit")
+_GUARDS = ("assembly.state.saving_guard", "strategies.outputs.after_fit")
 
 
 def refuses_settings(error: BaseException) -> bool:
