@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from megatron_lightning.data import BatchSizeSchedule, ScheduledBatchSampler
 from megatron_lightning.errors import ConfigError
 
-ORACLE = Path(__file__).parent.parent / "oracles" / "microbatches_vocab.json"
+ORACLE = Path(__file__).parents[2] / "oracles" / "microbatches_vocab.json"
 # This version of megatron-core ignores rampup_batch_size, which steps replaced there; the ramp is
 # checked by its formula.
 FACTS = [

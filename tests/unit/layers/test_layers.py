@@ -24,7 +24,7 @@ from megatron_lightning.models import RopeScaling
 from megatron_lightning.parallel.random.rng import RngStreams
 from tests.helpers.layouts import tiny_config
 
-ORACLES = Path(__file__).parent.parent / "oracles"
+ORACLES = Path(__file__).parents[2] / "oracles"
 ROPE = json.loads((ORACLES / "rope_cp.json").read_text())["facts"]
 OTHER_ROTATIONS = {"rotary_interleaved", "seq_len_interpolation_factor"}
 ROTATIONS = [case for case in ROPE["rope"] if not case["args"].keys() & OTHER_ROTATIONS]

@@ -13,7 +13,7 @@ import torch
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.optim import LRSchedule, ScheduledLR
 
-FACTS = json.loads((Path(__file__).parent.parent / "oracles" / "lr_schedules.json").read_text())[
+FACTS = json.loads((Path(__file__).parents[2] / "oracles" / "lr_schedules.json").read_text())[
     "facts"
 ]
 

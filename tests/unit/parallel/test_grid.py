@@ -13,7 +13,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel import ParallelLayout, RankGrid
 from megatron_lightning.parallel.grid.grid import divided
 
-ORACLES = Path(__file__).parent.parent / "oracles"
+ORACLES = Path(__file__).parents[2] / "oracles"
 GROUPS = {
     "TENSOR_MODEL_PARALLEL_GROUP": "tp",
     "PIPELINE_MODEL_PARALLEL_GROUP": "pp",

@@ -26,7 +26,7 @@ from megatron_lightning.parallel.grid.layout import ParallelLayout
 from tests.helpers.layouts import tiny_config
 
 FACTS: dict[str, Any] = json.loads(
-    (Path(__file__).parent.parent / "oracles" / "flops_and_memory.json").read_text()
+    (Path(__file__).parents[2] / "oracles" / "flops_and_memory.json").read_text()
 )["facts"]
 ARGUMENTS: dict[str, dict[str, Any]] = {
     row["model"]: row["args"] for row in FACTS["flops"] if row.get("args")

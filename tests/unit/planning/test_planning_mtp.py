@@ -24,7 +24,7 @@ from megatron_lightning.pipeline.schedules.actions import Placement
 from megatron_lightning.planning.ledger.rank_parameters import count_rank, split_stages
 
 FACTS: dict[str, Any] = json.loads(
-    (Path(__file__).parent.parent / "oracles" / "multi_token_prediction.json").read_text()
+    (Path(__file__).parents[2] / "oracles" / "multi_token_prediction.json").read_text()
 )["facts"]
 
 
