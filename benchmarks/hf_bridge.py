@@ -37,8 +37,8 @@ from megatron_lightning.parallel.shards.spec import Box
 _YOUTU = "Stock `transformers` zeroes a row of a loaded embedding of youtu. Here the file wins."
 _MAX_BYTES = 8 << 30  # of address space: a family whose default sizes are not shrunk
 COLUMNS = {
-    "load": "parameters and buffers are those of `from_pretrained`",
-    "boxes": "random boxes are equal, and the bytes read are the bytes of the box",
+    "load": "parameters and buffers equal `from_pretrained`",
+    "boxes": "random boxes are equal, and only their bytes are read",
     "export": "the folder comes back byte by byte",
     "checkpoint": "also through `convert import` and `convert export`, without the folder",
     "verify": "`convert verify`: tensors and logits",
@@ -172,9 +172,9 @@ def section(results: Mapping[str, Mapping[str, str]]) -> str:
     lines = [
         FOLDERS,
         "",
-        f"`python -m benchmarks.hf_bridge` with transformers {transformers.__version__}: a tiny "
-        "random folder of each family,",
-        "in shards of 40 KB, as `HuggingFaceModule` reads it and `convert` gives it back.",
+        "`HuggingFaceModule` reads your folder, and `convert` gives it back. To try both on a tiny",
+        "random folder per family, in 40 KB shards, run `python -m benchmarks.hf_bridge`. These",
+        f"are the results with transformers {transformers.__version__}.",
         "",
         "| | | equal | of |",
         "|---|---|---|---|",

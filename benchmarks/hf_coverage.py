@@ -56,17 +56,20 @@ def write_table(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
     lines = [
         "# Causal-LM families of transformers, unchanged",
         "",
-        f"`python -m benchmarks.hf_coverage` with transformers {transformers.__version__} and "
-        f"torch {torch.__version__}: a tiny random model",
-        "of each family, untouched, takes a few SGD steps in fp32 under each layout and in one",
-        "process of plain Lightning. *Equal* means losses within 1e-5 and final weights within",
-        "1e-4 of their updates. *Refused* means that our error says why and what to set.",
-        "*Sensitive* means that the first loss is equal, and that the later ones and the weights",
-        f"differ at most {SENSITIVITY} times as much as those of one process whose weights are",
-        "changed by a rounding. An empty cell was not measured. Ranks of *tp2ep2* divide the",
-        "experts, and the other layers by tensor parallelism. *sp*: whether activations are shards",
-        "of the sequence under tensor parallelism. *load* and *export*: folders, as in the section",
-        "below.",
+        "Look your family up to see on which layouts it trains unchanged, as in one process. To",
+        "measure your installed version, run `python -m benchmarks.hf_coverage`: it gives each",
+        "family's tiny random model a few SGD steps in fp32 under each layout and in one process",
+        "with plain Lightning. This table is from transformers "
+        f"{transformers.__version__} and torch {torch.__version__}.",
+        "",
+        "- *equal*: losses within 1e-5 and final weights within 1e-4 of their updates.",
+        "- *refused*: our error tells you why and what to set.",
+        "- *sensitive*: the first loss is equal, and later losses and weights differ at most",
+        f"  {SENSITIVITY} times as much as one process whose weights were changed by a rounding.",
+        "- an empty cell: not measured.",
+        "- *tp2ep2*: ranks divide experts by expert parallelism, other layers by tensor",
+        "  parallelism. *sp*: whether you get sequence parallelism with tensor parallelism. *load*",
+        "  and *export*: [folders](#folders).",
         "",
         f"| layout | {' | '.join(KINDS)} | of |",
         "|---" * (len(KINDS) + 2) + "|",
@@ -77,7 +80,7 @@ def write_table(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
         lines.append(f"| {layout} | {' | '.join(map(str, numbers))} | {sum(counts.values())} |")
     if SEQUENCE in columns:
         on = sum(row.get(SEQUENCE) == "on" for row in trained.values())
-        lines += ["", f"Activations are shards of the sequence in {on} of {len(trained)} families."]
+        lines += ["", f"You get sequence parallelism in {on} of {len(trained)} families."]
     lines += ["", f"| family | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     notes: list[str] = []
     classes = {family.name: family.model_class for family in hf_families.families()}
@@ -121,8 +124,8 @@ def write_others(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
     lines = [
         OTHERS,
         "",
-        "`python -m benchmarks.hf_coverage --others` does the same with models that predict masked",
-        "tokens, translate, classify images, or read an image beside the text.",
+        "`python -m benchmarks.hf_coverage --others` measures models that predict masked tokens,",
+        "translate, classify images, or read an image beside the text.",
         "",
         f"| family | predicts | {' | '.join(columns)} |",
         "|---" * (len(columns) + 2) + "|",

@@ -265,8 +265,10 @@ def page_lines(messages: Mapping[str, str]) -> list[str]:
     for row in table:
         lines.append(f"{line(row, list(KINDS))} {gpu_tests.cell(row.gpu, record)} |")
     lines += ["", "### What is refused", ""]
+    lines += ["You get one of these messages before your first step:", ""]
     lines += [f"{number}. {note}" for number, note in enumerate(notes.lines, 1)]
     lines += ["", "### Tests", ""]
+    lines += ["To run the tests for your feature, pass their path below `tests/` to pytest:", ""]
     for row in table:
         named = []
         for test, cells in row.tested.items():

@@ -65,7 +65,7 @@ def test_the_table_counts_and_explains(tmp_path: Path) -> None:
     assert "| tp2 | 1 | 1 | 0 | 0 | 0 | 2 |" in page
     assert "| family | tp2 | sp | load |" in page
     assert "| a | equal | on | equal |" in page and "| b | refused [1] |" in page
-    assert "shards of the sequence in 1 of 2 families" in page
+    assert "sequence parallelism in 1 of 2 families" in page
     assert "1. 3 heads. Set 1." in page
     assert "configuration: c." in page
     (tmp_path / "page.md").write_text(
