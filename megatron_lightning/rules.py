@@ -6,18 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import gcd, lcm, prod
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from megatron_lightning.config import (
     AttentionBackend,
-    CompileOptions,
-    CompileScope,
     ContextOptions,
-    DataParallel,
     DataParallelOptions,
-    NonFinite,
     PipelineOptions,
-    StartMethod,
     TransformerConfig,
 )
 from megatron_lightning.errors import ConfigError
@@ -25,51 +20,6 @@ from megatron_lightning.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_lightning.parallel.grid.grid import RankGrid
     from megatron_lightning.parallel.grid.layout import ParallelLayout
-
-
-def check_options(
-    micro_batch_size: int | None,
-    data_parallel: str,
-    start_method: str,
-    non_finite: str,
-) -> None:
-    """Check each option of the strategy by itself."""
-    if micro_batch_size is not None and (type(micro_batch_size) is not int or micro_batch_size < 1):
-        raise ConfigError(
-            f"micro_batch_size is {micro_batch_size!r}; it must be a positive integer, or unset "
-            "for full batches."
-        )
-    check_data_parallel_mode(data_parallel)
-    if non_finite not in get_args(NonFinite):
-        raise ConfigError(f'non_finite is {non_finite!r}. Set it to "ignore", "raise" or "skip".')
-    if start_method not in get_args(StartMethod):
-        raise ConfigError(
-            f'start_method is {start_method!r}. Set it to "popen", "spawn" or "fork".'
-        )
-
-
-def check_data_parallel_mode(data_parallel: str) -> None:
-    """Check the name of the data-parallel mode."""
-    if data_parallel not in get_args(DataParallel):
-        raise ConfigError(
-            f'data_parallel is {data_parallel!r}, which is unknown. Set it to "ddp", "zero1" or '
-            '"fsdp".'
-        )
-
-
-def resolve_compile(compile: str | None, options: CompileOptions | None) -> CompileOptions | None:
-    """Return the options of compiled blocks. None: blocks are not compiled."""
-    if compile is not None and compile not in get_args(CompileScope):
-        raise ConfigError(
-            f'compile is {compile!r}, which is unknown. Set it to "block", which compiles each of '
-            "the repeated blocks of a model, or leave it out."
-        )
-    if compile is None and options is not None:
-        raise ConfigError(
-            "compile_options are given, and compile is not set, so that nothing is compiled. Set "
-            'compile to "block", or leave compile_options out.'
-        )
-    return None if compile is None else options or CompileOptions()
 
 
 def check_compiled_shards(data_parallel: str, num_shards: int, schedule: str) -> None:
@@ -130,24 +80,6 @@ def check_data_parallel(grid: RankGrid, data_parallel: str, options: DataParalle
             f"{grid.size('etp')} x expert {grid.size('ep')} x pipeline {grid.size('pp')}) into "
             f"equal groups. Set it to a divisor of {gcd(copies, size)}, or lower "
             "expert_model_parallel_size or expert_tensor_parallel_size."
-        )
-
-
-def check_process_groups(backend: str | None, timeout_s: float) -> None:
-    """Check the timeout of process groups, and the backend for CPU tensors. Ranks compare weights
-    and plans on CPU tensors.
-    """
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
-        raise ConfigError(
-            f"timeout_s is {timeout_s!r}; ranks wait that many seconds for each other. Set it "
-            "above 0."
-        )
-    if backend is not None and "cpu:" not in backend and backend not in ("gloo", "mpi", "ucc"):
-        raise ConfigError(
-            f"process_group_backend={backend!r} has no backend for CPU tensors, on which the ranks "
-            "compare their weights and "
-            "agree on checkpoints. Leave it unset, or set it to "
-            f'"cpu:gloo,cuda:{backend.rpartition(":")[2]}".'
         )
 
 

@@ -23,8 +23,8 @@ replacements on other objects.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
-from datetime import timedelta
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -33,7 +33,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from typing_extensions import override
 
-from megatron_lightning.assembly.plans import check_plan_choice
 from megatron_lightning.checkpoint import plain_file
 from megatron_lightning.checkpoint.format.class_paths import check_classes
 from megatron_lightning.checkpoint.requeue import committed_requeue
@@ -48,18 +47,11 @@ from megatron_lightning.config import (
     PipelineOptions,
     RecomputeOptions,
     StartMethod,
+    StrategySettings,
 )
 from megatron_lightning.parallel.grid.context import GROUPS
-from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.parallel.grid.nccl import read_nccl_options
 from megatron_lightning.parallel.shards.sharding import ShardingPlan
-from megatron_lightning.pipeline import schedules
-from megatron_lightning.rules import (
-    check_levels,
-    check_options,
-    check_process_groups,
-    resolve_compile,
-)
 from megatron_lightning.strategies import lightning_internals as internals
 from megatron_lightning.strategies.checkpoint.io import users_io
 from megatron_lightning.strategies.checks import preflight
@@ -166,52 +158,18 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
         nccl_communicator_config_path: str | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        layout = ParallelLayout(
-            tensor_model_parallel_size=tensor_model_parallel_size,
-            pipeline_model_parallel_size=pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
-            context_parallel_size=context_parallel_size,
-            expert_model_parallel_size=expert_model_parallel_size,
-            expert_tensor_parallel_size=expert_tensor_parallel_size,
-            sequence_parallel=sequence_parallel,
-        )
+        settings = StrategySettings(**_arguments(locals()))
         warn_of_other_namespace()
         # Everything that sizes alone decide is refused here, before a Trainer or a process exists.
-        check_options(micro_batch_size, data_parallel, start_method, non_finite)
-        check_plan_choice(sharding_plan)
-        check_process_groups(process_group_backend, timeout_s)
-        pipeline = pipeline_options or PipelineOptions()
-        sequence = context_options or ContextOptions()
-        check_levels(sequence, layout.cp)
+        options = StrategyOptions.of(settings)
         super().__init__()
-        self.options = StrategyOptions(
-            layout=layout,
-            schedule=schedules.resolve(
-                pipeline_schedule,
-                num_ranks=layout.pp,
-                num_chunks=layout.vpp,
-                microbatch_group_size=pipeline.microbatch_group_size_per_vp_stage,
-            ),
-            micro_batch_size=micro_batch_size,
-            pipeline=pipeline,
-            sequence=sequence,
-            data_parallel=data_parallel,
-            data=data_parallel_options or DataParallelOptions(),
-            recompute=recompute or RecomputeOptions(),
-            compile=resolve_compile(compile, compile_options),
-            fused_loss=fused_loss,
-            non_finite=non_finite,
-            checkpoint=checkpoint_options or CheckpointOptions(),
-            sharding_plan=sharding_plan,
-            start_method=start_method,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        self.options = options
         self.progress = Progress()
         self.ranks = ProcessGroups(
-            layout,
+            options.layout,
             backend=process_group_backend,
-            timeout=self.options.timeout,
-            context_options=self.options.sequence,
+            timeout=options.timeout,
+            context_options=options.sequence,
             nccl_options=None
             if nccl_communicator_config_path is None
             else read_nccl_options(nccl_communicator_config_path, GROUPS),
@@ -331,6 +289,11 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
         trainer = self.module.trainer
         if trainer.state.fn == TrainerFn.FITTING and users_io(self._checkpoint_io) is None:
             run.checkpoints.finish_fit()
+
+
+def _arguments(names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments among the local names of the constructor."""
+    return {name: value for name, value in names.items() if name not in ("self", "__class__")}
 
 
 internals.read_folders(plain_file, check_classes)

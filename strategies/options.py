@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
-from megatron_lightning.assembly.plans import PlanChoice
+from megatron_lightning.assembly.plans import PlanChoice, check_plan_choice
 from megatron_lightning.config import (
     CheckpointOptions,
     CompileOptions,
@@ -16,14 +17,18 @@ from megatron_lightning.config import (
     PipelineOptions,
     RecomputeOptions,
     StartMethod,
+    StrategySettings,
 )
 from megatron_lightning.parallel.grid.layout import ParallelLayout
-from megatron_lightning.pipeline.schedules import ScheduleChoice
+from megatron_lightning.pipeline.schedules import ScheduleChoice, resolve
+from megatron_lightning.rules import check_levels
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """The arguments of :class:`MegatronStrategy`, checked and with their defaults resolved."""
+    """The settings of :class:`MegatronStrategy`, resolved: sizes as a layout, groups with their
+    defaults, the schedule chosen.
+    """
 
     layout: ParallelLayout
     """Sizes of the parallel axes."""
@@ -56,6 +61,43 @@ class StrategyOptions:
     """How local ranks are started when no torchrun or Slurm did."""
     timeout: timedelta
     """Time of waiting for another rank before a collective fails."""
+
+    @classmethod
+    def of(cls, settings: StrategySettings) -> StrategyOptions:
+        """Return the options in settings.
+
+        Raises:
+            ConfigError: If the values cannot work together.
+        """
+        layout = ParallelLayout.of(settings)
+        pipeline = settings.pipeline_options or PipelineOptions()
+        sequence = settings.context_options or ContextOptions()
+        check_plan_choice(settings.sharding_plan)
+        check_levels(sequence, layout.cp)
+        return cls(
+            layout=layout,
+            schedule=resolve(
+                settings.pipeline_schedule,
+                num_ranks=layout.pp,
+                num_chunks=layout.vpp,
+                microbatch_group_size=pipeline.microbatch_group_size_per_vp_stage,
+            ),
+            micro_batch_size=settings.micro_batch_size,
+            pipeline=pipeline,
+            sequence=sequence,
+            data_parallel=settings.data_parallel,
+            data=settings.data_parallel_options or DataParallelOptions(),
+            recompute=settings.recompute or RecomputeOptions(),
+            compile=None
+            if settings.compile is None
+            else settings.compile_options or CompileOptions(),
+            fused_loss=settings.fused_loss,
+            non_finite=settings.non_finite,
+            checkpoint=settings.checkpoint_options or CheckpointOptions(),
+            sharding_plan=cast("PlanChoice", settings.sharding_plan),
+            start_method=settings.start_method,
+            timeout=timedelta(seconds=settings.timeout_s),
+        )
 
     @property
     def is_native(self) -> bool:

@@ -30,8 +30,8 @@ from megatron_lightning.assembly.describe import copy_on_meta
 from megatron_lightning.assembly.plans import PlanChoice, resolve_plans
 from megatron_lightning.compat import operation_counter, unlogged_fake_tensors
 from megatron_lightning.config import PipelineOptions, TransformerConfig
-from megatron_lightning.config.measured import UnitMeasure
 from megatron_lightning.errors import ConfigError, ShardingError
+from megatron_lightning.models.measured import UnitMeasure
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.grid.layout import ParallelLayout

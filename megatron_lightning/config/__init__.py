@@ -15,6 +15,7 @@ from megatron_lightning.config.parallel import (
     PipelineOptions,
 )
 from megatron_lightning.config.rope_scaling import RopeScaling, RopeType
+from megatron_lightning.config.strategy import StrategySettings
 from megatron_lightning.config.training import (
     CheckpointOptions,
     CompileOptions,
@@ -58,5 +59,6 @@ __all__ = [
     "RopeType",
     "SaveErrorAction",
     "StartMethod",
+    "StrategySettings",
     "TransformerConfig",
 ]

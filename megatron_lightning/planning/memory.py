@@ -16,6 +16,7 @@ from megatron_lightning.config import (
     DataParallelOptions,
     PipelineOptions,
     RecomputeOptions,
+    StrategySettings,
     TransformerConfig,
 )
 from megatron_lightning.config.value_checks import check_choice, check_kind, is_count
@@ -37,12 +38,7 @@ from megatron_lightning.planning.ledger.quantized_weights import cached_weight_b
 from megatron_lightning.planning.ledger.rank_parameters import split_stages
 from megatron_lightning.planning.search.unit_cache import LikeUnits
 from megatron_lightning.precision.recipes import FP8Recipe
-from megatron_lightning.rules import (
-    check_data_parallel,
-    check_data_parallel_mode,
-    check_model_layout,
-    resolve_compile,
-)
+from megatron_lightning.rules import check_data_parallel, check_model_layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +188,7 @@ def memory(
     _check_kinds(config, layout, data, recompute, options)
     length = config.max_sequence_length if sequence_length is None else sequence_length
     _check_sizes(micro_batch_size, num_microbatches, length)
-    check_data_parallel_mode(data_parallel)
+    StrategySettings(data_parallel=data_parallel, compile=compile)  # checks both
     if fp8_recipe is not None:
         check_kind("fp8_recipe", fp8_recipe, FP8Recipe)
     check_choice("device", device, get_args(DeviceKind))
@@ -210,7 +206,7 @@ def memory(
         sequence_length=length,
         micro_batch_size=micro_batch_size,
         split_backward=schedule.splits_backward,
-        compiled=resolve_compile(compile, None) is not None,
+        compiled=compile is not None,
         fp8_recipe=fp8_recipe,
     )
     stages = split_stages(config, schedule.placement, options)

@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from megatron_lightning.config.strategy import StrategySettings
 from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import ConfigError
 
@@ -82,6 +83,16 @@ class ParallelLayout:
                 f"order is {self.order!r}; it must list each of {', '.join(ORDER)} once, joined by "
                 "'-'."
             )
+
+    @classmethod
+    def of(cls, settings: StrategySettings) -> ParallelLayout:
+        """Return the layout of the strategy's settings.
+
+        Raises:
+            ConfigError: If the sizes contradict one another.
+        """
+        names = [field.name for field in fields(cls) if field.name != "order"]
+        return cls(**{name: getattr(settings, name) for name in names})
 
     @property
     def tp(self) -> int:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_lightning import rules
-from megatron_lightning.config.measured import MeasuredModel, UnitMeasure
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.models.measured import MeasuredModel, UnitMeasure
 from megatron_lightning.parallel.grid.grid import RankGrid
 from megatron_lightning.pipeline.schedules.actions import Schedule
 from megatron_lightning.pipeline.schedules.replay import Replay

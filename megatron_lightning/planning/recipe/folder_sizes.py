@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import Any, cast
 
 from megatron_lightning.config import PipelineOptions, TransformerConfig
-from megatron_lightning.config.measured import MeasuredModel
 from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.models.measured import MeasuredModel
 
 
 def folder_config(path: str, **options: Any) -> TransformerConfig:

@@ -50,7 +50,7 @@ from tests.lightning.support import DDP2, DP2, MICRO, ONE, PP2, PP2_DP2, Layout,
         ),
         (
             {"data_parallel": "zero9"},
-            r"'zero9', which is unknown. Set it to \"ddp\", \"zero1\" or \"fsdp\"",
+            r"data_parallel is 'zero9', which is unknown. Set it to one of ddp, zero1, fsdp",
         ),
         ({"micro_batch_size": 0}, r"micro_batch_size is 0; it must be a positive integer"),
         ({"micro_batch_size": 1.5}, r"micro_batch_size is 1.5; it must be a positive"),

@@ -7,16 +7,17 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
 
 from megatron_lightning.bridge import AutoBridge
 from megatron_lightning.cli import main
+from megatron_lightning.config import StrategySettings
 from megatron_lightning.models import num_parameters
-from megatron_lightning.planning.recipe.recipe_reader import STRATEGY_OPTIONS
 from megatron_lightning.planning.recipe.sections import _merged, _nested
 from megatron_lightning.strategies import MegatronStrategy
 
@@ -176,6 +177,9 @@ def test_16384_ranks_take_less_than_2_s_and_no_torch() -> None:
         ({f"{STRATEGY}recompute": "full"}, ["strategy.recompute is 'full', which is no group"]),
         ({f"{STRATEGY}pipeline_options": 5}, ["strategy.pipeline_options is 5, which holds no"]),
         ({f"{STRATEGY}compile": "model"}, ["compile is 'model', which is unknown"]),
+        ({f"{STRATEGY}fused_loss": "maybe", f"{CONFIG}moe": {"num_experts": 8, "topk": 2}},
+         ["trainer.strategy.fused_loss is 'maybe', which is no bool.",
+          "model.config.moe has no option 'topk'"]),
         ({f"{STRATEGY}compile": "block", f"{STRATEGY}compile_options": {"mod": 1}},
          ["no option 'mod'. Did you mean 'mode'?"]),
         ({"model__init_args__config": 5}, ["model.config is 5, which holds no options"]),
@@ -227,8 +231,18 @@ def test_numbers_with_exponents_and_short_strategies(
     assert plan(capsys, f"--config={short}")["grid"]["dp"] == 32
 
 
-def test_the_options_of_the_strategy_are_known() -> None:
-    assert tuple(inspect.signature(MegatronStrategy).parameters) == STRATEGY_OPTIONS
+def test_settings_are_the_parameters_of_the_strategy() -> None:
+    hints = get_type_hints(MegatronStrategy.__init__)
+    parameters = {
+        name: (hints[name], one.default)
+        for name, one in inspect.signature(MegatronStrategy).parameters.items()
+    }
+    kinds = get_type_hints(StrategySettings)
+    settings = {one.name: (kinds[one.name], one.default) for one in fields(StrategySettings)}
+    # The type of a plan needs torch.
+    assert settings["sharding_plan"] == (object, parameters["sharding_plan"][1])
+    settings["sharding_plan"] = parameters["sharding_plan"]
+    assert list(parameters.items()) == list(settings.items())
 
 
 def test_options_and_files_are_merged_as_for_fit(

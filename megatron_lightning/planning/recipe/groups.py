@@ -1,0 +1,98 @@
+"""Groups of options in a configuration file, read by jsonargparse as for ``fit``. No torch here."""
+
+from __future__ import annotations
+
+from argparse import ArgumentError
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from jsonargparse import ArgumentParser
+
+from megatron_lightning.planning.recipe.sections import Errors
+
+T = TypeVar("T")
+
+
+def read_section(given: Any, name: str, errors: Errors) -> Mapping[str, Any]:
+    """Return the values of a section, or nothing for a value without options."""
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        errors.add(
+            f"{name} is {given!r}, which holds no options. Write each as a line name: value."
+        )
+        return {}
+    return given
+
+
+def read_object(given: Any, name: str, errors: Errors) -> tuple[str, Mapping[str, Any]]:
+    """Return class path ("" if there is none) and arguments of a section."""
+    if isinstance(given, str):
+        return given, {}
+    section = read_section(given, name, errors)
+    path, arguments = section.get("class_path", ""), section.get("init_args")
+    if not isinstance(path, str):
+        errors.add(f"{name}.class_path is {path!r}, which names no class.")
+        path = ""
+    if arguments is None and path:
+        arguments = {}
+    values = section if arguments is None else read_section(arguments, f"{name}.init_args", errors)
+    return path, values
+
+
+def read_group(kind: type[T], given: Any, path: str, errors: Errors) -> T | None:
+    """Return an object of a dataclass.
+
+    Args:
+        kind: The dataclass. Its groups of options may be dataclasses, too.
+        given: The values in the file.
+        path: Name of the group, for messages.
+        errors: Takes all mistakes.
+    """
+    if isinstance(given, str):
+        errors.add(f"{path} is {given!r}, which is no group of options. Write each under it.")
+        return None
+    _, values = read_object(given, path, errors)
+    hints = get_type_hints(kind)
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    for name in [name for name in values if name not in known]:
+        nearest = get_close_matches(name, known, n=1)
+        meant = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        errors.add(f"{path} has no option {name!r}.{meant}")
+    arguments: dict[str, Any] = {name: value for name, value in values.items() if name in known}
+    refused = []
+    for name, value in arguments.items():
+        group = _group_in(hints[name])
+        try:
+            if group is not None and value is not None:
+                arguments[name] = read_group(group, value, f"{path}.{name}", errors)
+            else:
+                arguments[name] = _parsed(name, hints[name], value)
+        except ArgumentError:
+            refused.append(f"{path}.{name} is {value!r}, which is no {known[name].type}.")
+    missing = [
+        name
+        for name, field in known.items()
+        if name not in values and field.default is field.default_factory is MISSING
+    ]
+    if missing:
+        errors.add(f"{path} lacks {', '.join(missing)}. Set {'them' if missing[1:] else 'it'}.")
+        return None
+    num_errors = len(errors.found)  # the class's own words for a value come first
+    made = errors.attempt(kind, **arguments)
+    for message in refused if len(errors.found) == num_errors else ():
+        errors.add(message)
+    return made
+
+
+def _group_in(hint: Any) -> type[Any] | None:
+    """Return the dataclass in the type of an option. None: the option has a plain value."""
+    return next((one for one in (hint, *get_args(hint)) if is_dataclass(one)), None)
+
+
+def _parsed(name: str, hint: Any, value: Any) -> Any:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument(f"--{name}", type=hint)
+    return parser.parse_object({name: value})[name]
