@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
-from torch.distributed.tensor import DTensor
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
@@ -17,6 +16,9 @@ from torch.overrides import (
     _push_mode,
 )
 from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 from torch.torch_version import TorchVersion
 
 _FIRST_WITH_PAGES = "2.13"
@@ -22,8 +21,21 @@ without flash attention 3 (https://github.com/pytorch/pytorch/pull/176905)."""
 
 
 @cache
+def _kernel() -> Any:
+    # Imported at the first call: the import takes as long as torch's own, and most runs need none.
+    from torch.nn.attention.varlen import varlen_attn as kernel
+
+    return kernel
+
+
+def varlen_attn(*args: Any, **options: Any) -> Any:
+    """Call torch's kernel."""
+    return _kernel()(*args, **options)
+
+
+@cache
 def _parameters() -> frozenset[str]:
-    return frozenset(inspect.signature(varlen_attn).parameters)
+    return frozenset(inspect.signature(_kernel()).parameters)
 
 
 def reads_pages() -> bool:
