@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lightning.planning.plan_report import plan
+from megatron_lightning.recipe_reading.plan_command import plan
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = (

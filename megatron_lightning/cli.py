@@ -148,7 +148,7 @@ _TOOLS: Mapping[str, str] = types.MappingProxyType(
     {
         "adapters": "megatron_lightning.peft.commands",
         "convert": "megatron_lightning.bridge.commands",
-        "recipe": "megatron_lightning.planning.recipe_files",
+        "recipe": "megatron_lightning.recipe_reading.recipe_files",
     }
 )
 """Command -> module with the command's tools."""
@@ -162,7 +162,7 @@ def _run(command: str, options: list[str]) -> None:
             if isinstance(text, str):  # a tool's report of files is for Python
                 print(text)
     elif command == "plan":
-        from megatron_lightning.planning.plan_report import plan
+        from megatron_lightning.recipe_reading.plan_command import plan
 
         text, is_valid = _call(plan, command, _with_overrides(options))
         print(text)

@@ -16,7 +16,7 @@ from jsonargparse import ArgumentParser
 from typing_extensions import override
 
 from megatron_lightning.config.left_out import LEFT_OUT
-from megatron_lightning.planning.recipe_files import with_recipes
+from megatron_lightning.recipe_reading.recipe_files import with_recipes
 
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 _TYPES = ("<class '", "typing.")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lightning.planning.ledger.precision_bytes import precision_of
-from megatron_lightning.planning.recipe.recipe_reader import MeasuredRecipe, Recipe
+from megatron_lightning.planning.planned_run import MeasuredRecipe, Recipe
 
 _MOMENTS_BYTES = 8  # of Adam
 _TEST_BYTES = 1 << 26

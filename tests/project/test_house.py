@@ -39,6 +39,7 @@ PURE = (
     "megatron_lightning.pipeline.schedules.description",
     "megatron_lightning.planning",
     "megatron_lightning.planning.plan_report",
+    "megatron_lightning.recipe_reading.plan_command",
 )
 USERS_OF_LIGHTNING = (
     "strategies/",
@@ -120,11 +121,6 @@ WITHOUT_WEIGHTS = {
 # A string hides an import from the contracts. What is here reads a room above its own by name.
 UPWARD_STRINGS = {
     "megatron_lightning/bridge/auto.py": ["megatron_lightning.modules"],  # AutoBridge.to_module
-    # A plan is arithmetic, and needs torch only for a folder or a class of the user.
-    "megatron_lightning/planning/recipe/folder_sizes.py": [
-        "megatron_lightning.bridge.auto",
-        "megatron_lightning.assembly.measure",
-    ],
 }
 
 # Rooms with more files than fit a screen, and how many. A number may only fall. What stays flat has

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lightning.planning import recipe_files
+from megatron_lightning.recipe_reading import recipe_files
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """

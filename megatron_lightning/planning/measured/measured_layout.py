@@ -22,7 +22,7 @@ from megatron_lightning.planning.ledger.precision_bytes import precision_of
 from megatron_lightning.planning.ledger.rank_parameters import ParameterCount
 from megatron_lightning.planning.ledger.tape import Profile
 from megatron_lightning.planning.memory import Memory, RankMemory
-from megatron_lightning.planning.recipe.recipe_reader import MeasuredRecipe
+from megatron_lightning.planning.planned_run import MeasuredRecipe
 from megatron_lightning.planning.search.step_time import (
     GEMM_SHARE,
     HIDDEN_TENSOR,

@@ -15,8 +15,8 @@ from megatron_lightning.planning.measured.measured_layout import (
     operations,
 )
 from megatron_lightning.planning.memory import Memory
-from megatron_lightning.planning.recipe.recipe_reader import MeasuredRecipe
-from megatron_lightning.planning.recipe.sections import Errors
+from megatron_lightning.planning.mistakes import Errors
+from megatron_lightning.planning.planned_run import MeasuredRecipe
 
 
 def describe_measured(

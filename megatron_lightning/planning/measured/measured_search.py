@@ -17,7 +17,7 @@ from megatron_lightning.planning.measured.measured_layout import (
     Stages,
     check_measured,
 )
-from megatron_lightning.planning.recipe.recipe_reader import MeasuredRecipe
+from megatron_lightning.planning.planned_run import MeasuredRecipe
 from megatron_lightning.planning.search.devices import PlannedDevice
 from megatron_lightning.planning.search.layout_search import (
     FULL,

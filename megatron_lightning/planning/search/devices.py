@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron_lightning.config import RecomputeOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.planning.recipe.recipe_reader import PlannedRun
+from megatron_lightning.planning.planned_run import PlannedRun
 
 GIB = 2**30
 DEVICES: Mapping[str, float] = {"a100": 79.0, "h100": 79.0, "h200": 139.0, "b200": 178.0}

@@ -23,13 +23,13 @@ from megatron_lightning.planning.ledger.activation_memory import stage_profile
 from megatron_lightning.planning.ledger.precision_bytes import precision_of
 from megatron_lightning.planning.ledger.rank_parameters import split_stages
 from megatron_lightning.planning.memory import Memory
-from megatron_lightning.planning.recipe.recipe_checks import (
+from megatron_lightning.planning.mistakes import Errors
+from megatron_lightning.planning.planned_run import PlannedRun, Recipe
+from megatron_lightning.planning.recipe_checks import (
     check_sizes,
     recipe_memory,
     recipe_sizes,
 )
-from megatron_lightning.planning.recipe.recipe_reader import PlannedRun, Recipe
-from megatron_lightning.planning.recipe.sections import Errors
 from megatron_lightning.planning.search.devices import PlannedDevice
 from megatron_lightning.planning.search.simulated import SimulatedSchedules
 from megatron_lightning.planning.search.step_time import Speeds, StepModel, StepTime

@@ -128,9 +128,7 @@ def _table(result: SearchResult, layouts: Sequence[FoundLayout]) -> Iterator[str
         sizes = (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep)
         replicas = layout.data_parallel_size(recipe.world_size)
         shares = (one.time.bubble, *(one.time.communication[axis] for axis in _AXES))
-        mode = recipe.data_parallel
-        if recipe.data.reshard_after_forward:
-            mode += ", reshard"
+        mode = recipe.data_parallel + (", reshard" if recipe.data.reshard_after_forward else "")
         rows.append(
             [
                 *map(str, (*sizes, replicas, recipe.micro_batch_size)), mode,

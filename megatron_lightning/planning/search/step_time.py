@@ -25,7 +25,7 @@ from megatron_lightning.planning.ledger.rank_parameters import (
     count_unit,
     kind_of,
 )
-from megatron_lightning.planning.recipe.recipe_reader import PlannedRun, Recipe
+from megatron_lightning.planning.planned_run import PlannedRun, Recipe
 from megatron_lightning.planning.search.peaks import PEAKS
 from megatron_lightning.planning.search.unit_cache import LikeUnits
 

@@ -21,7 +21,7 @@ from lightning.pytorch.loggers.logger import rank_zero_experiment
 from megatron_lightning.config.global_batch import StepSize, replica_batch_size
 from megatron_lightning.errors import ConfigError, NoProgressError
 from megatron_lightning.modules import PretrainDataModule
-from megatron_lightning.planning.plan_report import plan
+from megatron_lightning.recipe_reading.plan_command import plan
 from megatron_lightning.strategies.launch.starts import check_progress
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyModule

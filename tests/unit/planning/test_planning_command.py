@@ -18,7 +18,7 @@ from megatron_lightning.bridge import AutoBridge
 from megatron_lightning.cli import main
 from megatron_lightning.config import StrategySettings
 from megatron_lightning.models import num_parameters
-from megatron_lightning.planning.recipe.sections import _merged, _nested
+from megatron_lightning.recipe_reading.sections import _merged, _nested
 from megatron_lightning.strategies import MegatronStrategy
 
 ROOT = Path(__file__).parents[3]

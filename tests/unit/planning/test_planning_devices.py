@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.planning.plan_report import plan
+from megatron_lightning.recipe_reading.plan_command import plan
 
 RECIPE = "configs/llama3_8b.yaml"
 

@@ -20,9 +20,10 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel
 from megatron_lightning.planning import flops
 from megatron_lightning.planning.measured.measured_layout import MeasuredLayout, check_measured
-from megatron_lightning.planning.plan_report import plan
-from megatron_lightning.planning.recipe.recipe_reader import MeasuredRecipe, read_recipe
-from megatron_lightning.planning.recipe.sections import Errors
+from megatron_lightning.planning.mistakes import Errors
+from megatron_lightning.planning.planned_run import MeasuredRecipe
+from megatron_lightning.recipe_reading.plan_command import plan
+from megatron_lightning.recipe_reading.recipe_reader import read_recipe
 from tests.helpers.layouts import tiny_config
 
 WIDTH, LENGTH, VOCABULARY = 32, 16, 64

@@ -24,11 +24,11 @@ from megatron_lightning.pipeline.schedules import make_schedule
 from megatron_lightning.pipeline.schedules.replay import Replay
 from megatron_lightning.pipeline.schedules.simulate import Costs, simulate
 from megatron_lightning.planning.memory import memory
-from megatron_lightning.planning.plan_report import plan
-from megatron_lightning.planning.recipe.recipe_reader import Recipe
+from megatron_lightning.planning.planned_run import Recipe
 from megatron_lightning.planning.search.devices import planned_device
 from megatron_lightning.planning.search.layout_search import BEST, LayoutSearch, SearchResult
 from megatron_lightning.precision.recipes import FP8Recipe
+from megatron_lightning.recipe_reading.plan_command import plan
 
 LLAMA: dict[str, Any] = {
     "num_query_groups": 8, "vocab_size": 128256, "max_sequence_length": 8192,

@@ -1,12 +1,12 @@
-"""Sizes of the model in a Hugging Face folder, or in a class of the user's. Torch is imported only
-if a recipe names such a model.
+"""Sizes of the model in a Hugging Face folder, or in a class of the user's.
+
+Torch is imported by the call: a recipe with the sizes of a model is planned without torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError
@@ -23,12 +23,12 @@ def folder_config(path: str, **options: Any) -> TransformerConfig:
     Raises:
         ConfigError: If the folder cannot be read, or holds another kind of model.
     """
-    bridge: Any = import_module("megatron_lightning.bridge.auto").AutoBridge
+    from megatron_lightning.bridge.auto import AutoBridge
+
     try:
-        config: TransformerConfig = bridge.from_hf_pretrained(path, **options).to_config()
+        return AutoBridge.from_hf_pretrained(path, **options).to_config()
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    return config
 
 
 def measured_model(
@@ -57,6 +57,6 @@ def measured_model(
             f"sharding_plan is {plan!r}, and a plan of {class_path} knows plans of the module "
             'itself and "auto". Give the module a sharding_plan().'
         )
-    measure: Any = import_module("megatron_lightning.assembly.measure").measure
-    measured = measure(class_path, init_args, half=half, plan=plan, pipeline=pipeline)
-    return cast("TransformerConfig | MeasuredModel", measured)
+    from megatron_lightning.assembly.measure import measure
+
+    return measure(class_path, init_args, half=half, plan=plan, pipeline=pipeline)

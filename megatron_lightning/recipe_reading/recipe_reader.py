@@ -6,14 +6,10 @@ All mistakes are collected, so that a single run reports every mistake.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 from megatron_lightning.config import (
-    CompileScope,
     ContextOptions,
-    DataParallel,
     DataParallelOptions,
     PipelineOptions,
     RecomputeOptions,
@@ -21,95 +17,22 @@ from megatron_lightning.config import (
     TransformerConfig,
 )
 from megatron_lightning.config.global_batch import replica_batch_size
-from megatron_lightning.models.blueprint import num_parameters
+from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.models.measured import MeasuredModel
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.planning.ledger.adapter_memory import AdapterSizes
-from megatron_lightning.planning.ledger.layer_tapes import DeviceKind
 from megatron_lightning.planning.ledger.precision_bytes import precision_of
-from megatron_lightning.planning.recipe.folder_sizes import folder_config, measured_model
-from megatron_lightning.planning.recipe.groups import read_group, read_object, read_section
-from megatron_lightning.planning.recipe.sections import Errors, read_sections
+from megatron_lightning.planning.mistakes import Errors
+from megatron_lightning.planning.planned_run import MeasuredRecipe, Recipe
 from megatron_lightning.precision.recipes import FP8Recipe
+from megatron_lightning.recipe_reading.groups import read_group, read_object, read_section
+from megatron_lightning.recipe_reading.model_sizes import folder_config, measured_model
+from megatron_lightning.recipe_reading.sections import read_sections
 
 _MODEL, _STRATEGY = "GPTLightningModule", "MegatronStrategy"
 _FOLDER_MODEL = "HuggingFaceModule"
 _FOLDER_OPTIONS = ("revision", "family", "trust_remote_code")
 _FP8 = "MegatronFP8Precision"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedRun:
-    """Values of a configuration file for a plan, apart from the model."""
-
-    layout: ParallelLayout
-    world_size: int
-    node_size: int
-    """Ranks of a node."""
-    precision: str | int | None
-    fp8_recipe: FP8Recipe | None
-    """Recipe of the plugin for quantized layers, or None."""
-    adapters: AdapterSizes | None
-    """Trained adapters of a frozen model. None: all parameters are trained."""
-    device: DeviceKind
-    batch_size: int
-    """Samples of a pipeline run on a data-parallel rank."""
-    accumulated: int
-    """Pipeline runs of an optimizer step."""
-    sequence_length: int
-    micro_batch_size: int
-    data_parallel: DataParallel
-    data: DataParallelOptions
-    context: ContextOptions
-    pipeline: PipelineOptions
-    recompute: RecomputeOptions
-    schedule: str | list[str]
-    compile: CompileScope | None
-
-    @property
-    def num_microbatches(self) -> int:
-        """Micro-batches of a pipeline run."""
-        return ceil(self.batch_size / self.micro_batch_size)
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples of an optimizer step over all ranks."""
-        replicas = self.layout.data_parallel_size(self.world_size)
-        return self.batch_size * self.accumulated * replicas
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether the model has experts."""
-        return False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe(PlannedRun):
-    """Values of a configuration file with the sizes of a :class:`GPTModel`."""
-
-    model: TransformerConfig
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether the model has experts."""
-        return self.model.moe is not None
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the full model."""
-        return num_parameters(self.model)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredRecipe(PlannedRun):
-    """Values of a configuration file with a module that was measured."""
-
-    model: MeasuredModel
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the full model."""
-        return sum((self.model.parameters(1) or {}).values())
 
 
 def read_recipe(
@@ -260,30 +183,33 @@ def _fp8_recipe(plugins: Any, errors: Errors) -> FP8Recipe | None:
 
 
 def _count(value: Any, name: str, errors: Errors) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    errors.add(f"{name} is {value!r}; it must be a positive integer.")
-    return 1
+    if not is_count(value):
+        errors.add(f"{name} is {value!r}; it must be a positive integer.")
+        return 1
+    count: int = value
+    return count
+
+
+def _num_devices(trainer: Mapping[str, Any]) -> int | None:
+    """Return the Trainer's devices. None: not a number."""
+    devices = trainer.get("devices", "auto")
+    if isinstance(devices, str) and devices.isdigit():
+        return int(devices)
+    return len(devices) if isinstance(devices, list) else devices if is_count(devices) else None
 
 
 def _node_size(trainer: Mapping[str, Any], world_size: int) -> int:
     """Return the ranks of a node: the Trainer's devices, or at most 8 if that is not a number."""
-    devices = trainer.get("devices", "auto")
-    count = len(devices) if isinstance(devices, list) else devices
-    if isinstance(count, str) and count.isdigit():
-        count = int(count)
-    return count if isinstance(count, int) and 1 <= count <= world_size else min(8, world_size)
+    count = _num_devices(trainer)
+    return count if count and count <= world_size else min(8, world_size)
 
 
 def _world_size(trainer: Mapping[str, Any], errors: Errors) -> int:
-    nodes, devices = trainer.get("num_nodes", 1), trainer.get("devices", "auto")
-    count = len(devices) if isinstance(devices, list) else devices
-    if isinstance(count, str) and count.isdigit():
-        count = int(count)
-    if not isinstance(count, int) or count < 1 or not isinstance(nodes, int):
+    nodes, count = trainer.get("num_nodes", 1), _num_devices(trainer)
+    if not count or not isinstance(nodes, int):
         errors.add(
-            f"trainer.devices is {devices!r} and num_nodes {nodes!r}, which is not a number of "
-            "ranks. Set --world-size."
+            f"trainer.devices is {trainer.get('devices', 'auto')!r} and num_nodes {nodes!r}, which "
+            "is not a number of ranks. Set --world-size."
         )
         return 1
     return nodes * count

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from jsonargparse import ArgumentParser
 
-from megatron_lightning.planning.recipe.sections import Errors
+from megatron_lightning.planning.mistakes import Errors
 
 T = TypeVar("T")
 
@@ -89,7 +89,8 @@ def read_group(kind: type[T], given: Any, path: str, errors: Errors) -> T | None
 
 def _group_in(hint: Any) -> type[Any] | None:
     """Return the dataclass in the type of an option. None: the option has a plain value."""
-    return next((one for one in (hint, *get_args(hint)) if is_dataclass(one)), None)
+    kinds = (one for one in (hint, *get_args(hint)) if isinstance(one, type))
+    return next(filter(is_dataclass, kinds), None)
 
 
 def _parsed(name: str, hint: Any, value: Any) -> Any:

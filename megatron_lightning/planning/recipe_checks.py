@@ -10,8 +10,8 @@ from megatron_lightning.pipeline.schedules.actions import Schedule
 from megatron_lightning.planning.ledger.layer_tapes import Sizes
 from megatron_lightning.planning.ledger.precision_bytes import precision_of
 from megatron_lightning.planning.memory import Memory, Training, count_memory
-from megatron_lightning.planning.recipe.recipe_reader import Recipe
-from megatron_lightning.planning.recipe.sections import Errors
+from megatron_lightning.planning.mistakes import Errors
+from megatron_lightning.planning.planned_run import Recipe
 
 
 def check_sizes(recipe: Recipe, errors: Errors) -> RankGrid | None:

@@ -1,1 +1,0 @@
-"""Configuration files as plain values, without their objects."""

@@ -1,0 +1,1 @@
+"""Configuration files of ``fit``, read without making their objects, and commands for them."""
