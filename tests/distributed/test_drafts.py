@@ -119,6 +119,7 @@ def paths_of(folder: Path, names: Any) -> dict[str, str]:
     return {name: save(folder / name, config_of(name)) for name in names}
 
 
+@pytest.mark.slow
 def test_one_process_gives_the_text_without_drafts(tmp_path: Path) -> None:
     options = {name: OPTIONS[name] for name in ("chunks", "pages")}
     check(found_texts(paths_of(tmp_path, ("window", "latent")), {"1": {}}, options))

@@ -99,10 +99,7 @@ GROWING = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=() if n == "documents-lengths-tp2" else pytest.mark.slow)
-        for n in GROWING
-    ],
+    [pytest.param(n, marks=() if n == "documents-lengths" else pytest.mark.slow) for n in GROWING],
 )
 def test_other_shapes_and_documents_do_not_compile_each_time(name: str) -> None:
     ranks, *given, expected = GROWING[name]

@@ -120,6 +120,7 @@ _BEGUN = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "resumed", "reference"),
     [pytest.param(*case, marks=marks) for case, marks in _BEGUN.items()],

@@ -130,6 +130,7 @@ def _resume_all(path: Path) -> list[list[float]]:
     return [_resume(None, None), _resume({}, path)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_checkpoint_with_a_tower_loads_on_other_layouts_and_exports(tmp_path: Path) -> None:
     path = tmp_path / "pp2.ckpt"

@@ -86,6 +86,7 @@ def test_a_quick_checkpoint_run_measures_everything_and_cleans_up(tmp_path):
     assert list((tmp_path / "disk").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_quick_run_of_shared_sequences_sends_and_keeps_what_theory_says(tmp_path):
     page = bench_context.measure(256, 2, tmp_path)
     counted = [line for line in page.splitlines() if "float32 |" in line or "bfloat16 |" in line]

@@ -88,6 +88,7 @@ def test_a_recipe_is_valid(
     assert init_args["num_train_samples"] >= cli.trainer.max_steps * data.batch_size * data_size
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", MASKED)
 def test_a_recipe_of_masked_samples_is_valid(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")

@@ -138,7 +138,7 @@ def fit_options() -> list[list[str]]:
     return found
 
 
-@pytest.mark.spread(6)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("options", fit_options(), ids=" ".join)
 def test_fit_takes_the_options(
     options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

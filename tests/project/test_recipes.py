@@ -38,6 +38,7 @@ PUBLISHED = {
 """Parameters of the folders on the Hub."""
 
 
+@pytest.mark.spread(7)
 @pytest.mark.parametrize("files", RECIPES, ids=IDS)
 def test_a_recipe_fits_at_its_number_of_ranks(files: RecipeFiles) -> None:
     usable = planned_device("h100").usable_bytes

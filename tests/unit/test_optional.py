@@ -45,26 +45,29 @@ def _always_installed() -> set[str]:
     return {INSTALLED.get(name, name) for name in names} | BY_INSTALLED
 
 
-def _imports(node: ast.AST, door: str = "") -> Iterator[tuple[int, str, str]]:
-    """Yield line, module and the calls before each import that may fail.
+def _imports(
+    node: ast.AST, doors: tuple[ast.AST, ...] = ()
+) -> Iterator[tuple[int, str, tuple[ast.AST, ...]]]:
+    """Yield line and module of each import that may run, and what is around it.
 
     Args:
         node: A part of a file.
-        door: Source of the function, or of the handlers of the ``try``, around the part.
+        doors: The function, and handlers of each ``try`` in it, around the part.
     """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
-        inner = door
+        inner = doors
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            inner = ast.unparse(child)
+            inner = (child,)
         elif isinstance(child, ast.Try):
-            inner = door + "".join(map(ast.unparse, child.handlers))
+            inner = (*doors, *child.handlers)
         if isinstance(child, ast.Import):
-            yield from ((child.lineno, name.name, door) for name in child.names)
+            yield from ((child.lineno, name.name, doors) for name in child.names)
         elif isinstance(child, ast.ImportFrom) and child.level == 0:
-            yield child.lineno, child.module or "", door
-        yield from _imports(child, inner)
+            yield child.lineno, child.module or "", doors
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from _imports(child, inner)
 
 
 def test_every_import_of_an_optional_package_is_behind_the_helper() -> None:
@@ -72,9 +75,12 @@ def test_every_import_of_an_optional_package_is_behind_the_helper() -> None:
     bare = []
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for line, module, door in _imports(ast.parse(path.read_text(encoding="utf-8"))):
+            for line, module, doors in _imports(ast.parse(path.read_text(encoding="utf-8"))):
                 package = module.partition(".")[0]
-                if package in always or "except ImportError:" in door:
+                if package in always:
+                    continue
+                door = "".join(map(ast.unparse, doors))
+                if "except ImportError:" in door:
                     continue  # without the package something else is done
                 named = "fastapi" if package == "starlette" else package  # one brings the other
                 if not re.search(rf"(require|missing)\(['\"]{named}", door):

@@ -149,6 +149,7 @@ def _swa_and_resume(layout: Layout, folder: str) -> list[dict[str, Any]]:
     return [_swa(layout, folder), _swa(layout, folder, f"{folder}/epoch=1.ckpt")]
 
 
+@pytest.mark.slow
 @layouts(TP2_TOY, slow=[PP2, DP2, PP2_DP2, MICRO])
 def test_stochastic_weight_averaging(layout: Layout, tmp_path: Path) -> None:
     expected = single(_swa)

@@ -58,6 +58,7 @@ def _hangs(layout: Layout, folder: str, where: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.spread(1)
 @layouts(ONE, DP2, slow=[TP2_PP2])
 def test_a_sleeping_rank_is_named(layout: Layout, tmp_path: Path) -> None:
     ranks = run(layout, _hangs, tmp_path, "batch 3")

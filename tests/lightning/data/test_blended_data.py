@@ -217,6 +217,7 @@ class Losses(pl.Callback):
         self.values.append(float(outputs["loss"]))
 
 
+@pytest.mark.slow
 def test_a_reading_thread_changes_nothing(tmp_path: Path) -> None:
     """Samples and losses of a run that resumes, also of a loader without a length, on which the
     ranks agree batch by batch.

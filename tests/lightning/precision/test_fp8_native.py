@@ -85,9 +85,11 @@ def _both(case: Case, scaling: str) -> list[Any]:
 
 
 def test_two_ranks_renew_the_codes_after_a_step() -> None:
-    """The loss of the second step, evaluation and prediction are those of the changed weights."""
+    """The loss of the second step, evaluation and prediction are those of the changed weights. By
+    blocks, since torch's kernels of the other recipes take minutes on some processors.
+    """
     for coded, plain in run_ranks(
-        2, _both, replace(LAYOUTS["dp2"], steps=2), "current", timeout_s=110
+        2, _both, replace(LAYOUTS["dp2"], steps=2), "blockwise", timeout_s=110
     ):
         assert_equal_results(coded, plain)
 

@@ -227,8 +227,9 @@ def _in_bf16(path: str) -> list[float]:
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({}, id="zero1"), pytest.param(FSDP, id="fsdp", marks=[pytest.mark.slow])],
+    [pytest.param({}, id="zero1"), pytest.param(FSDP, id="fsdp")],
 )
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_checkpoints_hold_fp32_weights(tmp_path: Path, options: dict[str, Any]) -> None:
     """They equal those of a training without codes, resume bit by bit, also beside it, and in bf16

@@ -63,6 +63,7 @@ def saved(folder: str) -> str:
     return path
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_adapters_and_resume_on_another_layout(folder: str, saved: str) -> None:
     names = {name for name in open_checkpoint(saved).tensors() if name.startswith("state_dict.")}
     assert names and all(".adapters." in name for name in names)

@@ -381,6 +381,7 @@ def _stopped_twice(layout: Layout, folder: str) -> list[Any]:
     return [first == whole[:2], second == whole[2:4], third == whole[3:], len(whole)]
 
 
+@pytest.mark.spread(1)
 @layouts(PP2, DP2)
 def test_ranks_resume_at_the_last_update(layout: Layout, tmp_path: Path) -> None:
     assert run(layout, _stopped_twice, tmp_path) == [[True, True, True, 12]] * layout.ranks

@@ -106,11 +106,10 @@ def _means(ranks: list[list[float]]) -> list[float]:
 @pytest.mark.parametrize(
     "layout",
     [
-        "pp2",
         "fsdp2",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("tp2", "dp2-zero1", "ddp2", "cp2", "tp2-pp2")
+            for name in ("pp2", "tp2", "dp2-zero1", "ddp2", "cp2", "tp2-pp2")
         ),
     ],
 )

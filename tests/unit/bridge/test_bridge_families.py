@@ -208,6 +208,7 @@ def _fills(model: torch.nn.Module) -> dict[str, Any]:
     return {key: fill_of(tensor) for key, tensor in model.state_dict().items()}
 
 
+@pytest.mark.spread(13)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_the_way_back_gives_the_folder(folders: dict[str, Path], name: str) -> None:
     bridge = AutoBridge.from_hf_pretrained(folders[name])

@@ -292,6 +292,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_and_hostile_checkpoints_are_refused_by_name(
     dense: Path, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str

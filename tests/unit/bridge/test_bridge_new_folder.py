@@ -64,7 +64,7 @@ def _tokenizer(path: Path, size: int = VOCABULARY, template: str | None = None) 
     return path
 
 
-@pytest.mark.spread(6)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", ONE_OF_EACH.values())
 def test_a_model_from_scratch_becomes_a_folder(tmp_path: Path, name: str) -> None:
     folder = make_folder(name, tmp_path)

@@ -244,6 +244,7 @@ def test_unwritable_folder_is_named(tmp_path: Path) -> None:
         IndexedDatasetWriter(tmp_path / "file" / "data")
 
 
+@pytest.mark.slow
 def test_ctrl_c_of_preprocess_keeps_complete_pieces_alone(tmp_path: Path) -> None:
     lines = "".join(json.dumps({"text": f"document {i} " * 2000}) + "\n" for i in range(3000))
     (tmp_path / "in.jsonl").write_text(lines)

@@ -66,6 +66,7 @@ class Kernel:
         return torch.cat(contexts).to(q.dtype)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("reads_pages", [False, True])
 @pytest.mark.parametrize("window", [None, 8])
 def test_the_kernel_gets_the_requests_keys(

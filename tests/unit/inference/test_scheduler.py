@@ -132,6 +132,7 @@ class Run:
         return results
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("storage", ["runs", "pages"])
 def test_steps_read_the_keys_of_their_texts(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaders and followers are scored, sampled, aborted, give way, and slide, with drafts too."""

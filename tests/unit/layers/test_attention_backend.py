@@ -82,6 +82,7 @@ def test_a_device_that_does_not_tell_is_not_refused(monkeypatch: pytest.MonkeyPa
     assert chosen_backend(q, k, v, backend="auto", dropout_p=0.0, causal=True) == "default"
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("backend", ["flash", "math"])
 def test_a_compiled_layer_is_one_graph_with_the_named_kernel(backend: Any) -> None:
     core, (q, k, v) = CoreAttention(0.0, backend=backend), _inputs(groups=2)

@@ -59,6 +59,7 @@ def _checkpointed(layer: Layer, x: Tensor, reentrant: bool) -> Tensor:
     return out
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("way", ["plain", "checkpoint", "reentrant", "compiled"])
 def test_gradients_and_sums_of_one_forward(way: str) -> None:
     layer, expected = Layer(), Layer()

@@ -221,7 +221,7 @@ def _peak(step: Any) -> int:
     return counter.peak_bytes
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [64, 512])
 def test_the_peak_of_a_large_vocabulary_falls_by_more_than_the_logits(tokens: int) -> None:
     vocabulary, hidden = 128 * 1024, 8

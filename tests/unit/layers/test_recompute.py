@@ -83,6 +83,7 @@ def _with_streams(model: GPTModel) -> RngStreams:
     return streams
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bit_equal(kind: str, dropout: float) -> None:
@@ -281,6 +282,7 @@ def test_autocast_is_that_of_the_first_run() -> None:
         assert all(map(torch.equal, gradients[0], others))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", ["uniform:1", "selective:core_attn,mlp,layernorm"])
 def test_layers_compiled_one_by_one(kind: str) -> None:
     model = GPTModel(_config(num_layers=2))

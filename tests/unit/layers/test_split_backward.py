@@ -169,6 +169,7 @@ def _check_compiled(backend: str, recompute: str, autocast: bool, tolerance: flo
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("recompute", "autocast"), [("none", False), ("inside", True), ("outside", False)]
 )

@@ -57,6 +57,7 @@ def differences(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     return found
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("cls", sorted(ELEMENTWISE, key=lambda cls: cls.__name__))
 def test_the_listed_optimizers_are_elementwise(cls: type[torch.optim.Optimizer]) -> None:
     if cls is torch.optim.Adagrad:
@@ -189,6 +190,7 @@ class InBlocks(Own):
 ANYWHERE, WHOLE = (), ("flat", "rows", "columns")
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("cls", "options", "refused"),
     [

@@ -120,11 +120,12 @@ def test_a_plan_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\nno pipeline, " in text and "bubble" not in text
 
 
+@pytest.mark.spread(7)
 @pytest.mark.parametrize(
     "path",
     [
         # Its modules are looked at one by one, as bert's are.
-        pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem == "t5" else ())
+        pytest.param(path, id=path.stem)
         for path in sorted((ROOT / "configs").glob("*.yaml"))
     ],
 )

@@ -83,6 +83,7 @@ def model(head_dim: int, options: dict[str, Any]) -> TransformerConfig:
     return tiny_config(**base | sizes | options)
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_layer_keeps_what_is_planned(name: str) -> None:
     for batch, head_dim in product(BATCHES, HEAD_DIMS):

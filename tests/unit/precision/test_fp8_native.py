@@ -57,6 +57,7 @@ def _assert_equal_up_to_sums(actual: list[Tensor], expected: list[Tensor]) -> No
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6 * scale)
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", RECIPES)
 def test_products_equal_the_emulation(name: str, sizes: tuple[int, int, int]) -> None:

@@ -61,6 +61,7 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+@pytest.mark.spread(60)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("role", ROLES)
