@@ -97,10 +97,8 @@ GROWING = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n == "documents-lengths" else pytest.mark.slow) for n in GROWING],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GROWING)
 def test_other_shapes_and_documents_do_not_compile_each_time(name: str) -> None:
     ranks, *given, expected = GROWING[name]
     for (losses, norms, _), (own_losses, own_norms, graphs) in run_ranks(
