@@ -7,7 +7,7 @@ also summed over the data-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,58 +21,70 @@ _ROW = 16384
 """Elements per partial sum of a norm on a CPU."""
 
 
-def global_grad_norm(
-    items: Iterable[tuple[Tensor, ShardSpec]],
+Items = Iterable[tuple[Tensor, ShardSpec]]
+"""Reduced gradients with the specs of their parameters."""
+
+
+def global_grad_norms(
+    items: Mapping[str, Items],
     context: ParallelContext,
     *,
     sharded: bool,
     norm_type: float = 2.0,
-) -> Tensor:
-    """Return the norm of all gradients of the model, equal on every rank. A collective.
+) -> dict[str, Tensor]:
+    """Return the norm of the model's gradients of every key, equal on every rank. A collective.
 
     Args:
-        items: (reduced gradient, spec of the parameter) of this rank's optimizers.
+        items: This rank's gradients by key. All ranks pass the same keys in the same order.
         context: The groups of this rank.
         sharded: Whether data-parallel ranks hold different shards of the gradients.
         norm_type: p of the p-norm. ``math.inf`` for the largest absolute value.
 
     Returns:
-        A scalar tensor on the context's device.
+        A scalar tensor on the context's device for each key. 0: no gradient.
     """
     if norm_type <= 0:
         raise ConfigError(
             f"norm_type is {norm_type}; a norm over several ranks needs a positive order. Set 2.0 "
             "or inf."
         )
-    groups = norm_groups(context, sharded)
-    gradients: dict[AxisGroup, list[Tensor]] = {group: [] for group in groups.values()}
-    for gradient, spec in items:
-        if is_writer(spec, context):
-            gradients[groups[spec.model_axes]].append(gradient)
-    norms = [_norm_over(group, tensors, context, norm_type) for group, tensors in gradients.items()]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if not items:
+        return {}
+    norms = [
+        _norms_over(group, gradients, context, norm_type)
+        for group, gradients in _counted_once(items, context, sharded).items()
+    ]
+    total = norms[0]
+    if len(norms) > 1:
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type, dim=0)
+    return dict(zip(items, total.unbind(), strict=True))
 
 
-def global_zero_count(
-    items: Iterable[tuple[Tensor, ShardSpec]], context: ParallelContext, *, sharded: bool
+def global_grad_norm(
+    items: Items, context: ParallelContext, *, sharded: bool, norm_type: float = 2.0
 ) -> Tensor:
+    """Return the norm of all gradients of the model. A collective. See
+    :func:`global_grad_norms`.
+    """
+    norms = global_grad_norms({"": items}, context, sharded=sharded, norm_type=norm_type)
+    return norms[""]
+
+
+def global_zero_count(items: Items, context: ParallelContext, *, sharded: bool) -> Tensor:
     """Return how many elements of all gradients of the model are zero, equal on every rank. A
     collective.
 
     The arguments equal the arguments of :func:`global_grad_norm`. The result is an int64 scalar.
     """
-    groups = norm_groups(context, sharded)
-    counts = {
-        group: torch.zeros((), dtype=torch.int64, device=context.device)
-        for group in groups.values()
-    }
-    for gradient, spec in items:
-        if is_writer(spec, context):
-            counts[groups[spec.model_axes]] += (gradient == 0).sum()
-    for group, count in counts.items():
+    counts = []
+    for group, (gradients,) in _counted_once({"": items}, context, sharded).items():
+        count = torch.zeros((), dtype=torch.int64, device=context.device)
+        for gradient in gradients:
+            count += (gradient == 0).sum()
         if group.process_group is not None:
             dist.all_reduce(count, group=group.process_group)
-    return torch.stack(list(counts.values())).sum()
+        counts.append(count)
+    return torch.stack(counts).sum()
 
 
 def clip_grads_by_norm_(gradients: Iterable[Tensor], max_norm: float, total_norm: Tensor) -> None:
@@ -119,17 +131,39 @@ def _pieces(gradient: Tensor, norm_type: float) -> tuple[Tensor, ...]:
     return (norms, remainder) if remainder.numel() else (norms,)
 
 
-def _norm_over(
-    group: AxisGroup, gradients: list[Tensor], context: ParallelContext, norm_type: float
+def _counted_once(
+    items: Mapping[str, Items], context: ParallelContext, sharded: bool
+) -> dict[AxisGroup, list[list[Tensor]]]:
+    """Return group -> the gradients of each key that this rank counts. The ranks of a group
+    together count every gradient once.
+    """
+    groups = norm_groups(context, sharded)
+    counted: dict[AxisGroup, list[list[Tensor]]] = {
+        group: [[] for _ in items] for group in groups.values()
+    }
+    for index, of_key in enumerate(items.values()):
+        for gradient, spec in of_key:
+            if is_writer(spec, context):
+                counted[groups[spec.model_axes]][index].append(gradient)
+    return counted
+
+
+def _norms_over(
+    group: AxisGroup, gradients: Sequence[Sequence[Tensor]], context: ParallelContext, p: float
 ) -> Tensor:
-    pieces = [piece for gradient in gradients for piece in _pieces(gradient, norm_type)]
-    norm = torch.nn.utils.get_total_norm(pieces, norm_type).to(context.device)
+    """Return the p-norm of each list of gradients over the ranks of a group, in one message."""
+    norms = torch.stack([_norm(own, p).to(context.device) for own in gradients])
     if group.process_group is None:
-        return norm
-    norm = norm.float()  # one dtype on all ranks, also on ranks without a gradient
-    if norm_type == float("inf"):
-        dist.all_reduce(norm, dist.ReduceOp.MAX, group=group.process_group)
-        return norm
-    power = norm.pow(norm_type)
-    dist.all_reduce(power, group=group.process_group)
-    return power.pow(1.0 / norm_type)
+        return norms
+    norms = norms.float()  # one dtype on all ranks, also on ranks without a gradient
+    if p == float("inf"):
+        dist.all_reduce(norms, dist.ReduceOp.MAX, group=group.process_group)
+        return norms
+    powers = norms.pow(p)
+    dist.all_reduce(powers, group=group.process_group)
+    return powers.pow(1.0 / p)
+
+
+def _norm(gradients: Sequence[Tensor], p: float) -> Tensor:
+    pieces = [piece for gradient in gradients for piece in _pieces(gradient, p)]
+    return torch.nn.utils.get_total_norm(pieces, p)

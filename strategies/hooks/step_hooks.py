@@ -257,11 +257,28 @@ class StepHooks(RankHooks):
         self._mark_norm("strategy.gradient_norm()")
         return self._running.training.norms.norm()
 
+    def gradient_norms(
+        self, key: Callable[[str], str | None], *, norm_type: float = 2.0
+    ) -> dict[str, Tensor]:
+        """Return the norms of the current gradients by layer, kind or another key, over every axis.
+        A collective of all ranks.
+
+        Every rank receives the keys and norms of the full model. Each parameter counts once: tied
+        embeddings, and parameters with equal values on several ranks, too.
+
+        Args:
+            key: Maps the global name of a parameter to a key. ``lambda name: name``: a norm for
+                each parameter. None as a key leaves the parameter out.
+            norm_type: p of the p-norm. ``math.inf`` for the largest absolute value.
+        """
+        self.ranks.course.mark("strategy.gradient_norms()")
+        return self._running.training.norms.norms(key, norm_type=norm_type)
+
     def gradient_group_norms(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return the 2-norm of the gradients of every parameter group, by the group's name or
-        number. A collective.
+        number. A collective of all ranks.
         """
-        self._mark_norm("strategy.gradient_group_norms()")
+        self.ranks.course.mark("strategy.gradient_group_norms()")
         return self._running.training.norms.group_norms(unwrapped(optimizer))
 
     def rerun_step(self) -> RerunResult:

@@ -1,11 +1,12 @@
-"""GradientNormMonitor: norms of the whole model and of its parameter groups, zeros and skipped
-steps, on every layout.
+"""GradientNormMonitor: norms of the whole model, its parameter groups and its layers, zeros and
+skipped steps, on every layout.
 
 ThroughputMonitor, which looks on: samples count once on every layout.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from torch import Tensor
 
 from megatron_lightning.callbacks import GradientNormMonitor, ThroughputMonitor
 from megatron_lightning.config import LossScaleOptions
-from megatron_lightning.strategies import MegatronMixedPrecision
+from megatron_lightning.config.moe import MoEConfig
+from megatron_lightning.strategies import MegatronMixedPrecision, MegatronStrategy
+from tests.helpers.layouts import LAYOUTS, fit, tiny_config
+from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import trainer
 from tests.lightning.support import (
@@ -153,3 +157,66 @@ def _skips(layout: Layout, folder: str) -> list[float]:
 def test_skipped_steps_are_logged(layout: Layout, tmp_path: Path) -> None:
     for rank in run(layout, _skips, tmp_path):
         assert rank == [0.0, 1.0, 1.0]
+
+
+def _vectors(name: str) -> str | None:
+    return "vectors" if "norm" in name else None
+
+
+class _NormsByKey(pl.Callback):
+    """Norms of the gradients by parameter, and the largest gradient of all weights of norms."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, dict[str, float]]] = []
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any
+    ) -> None:
+        if isinstance(trainer.strategy, MegatronStrategy):
+            norms = trainer.strategy.gradient_norms(str)
+            largest = trainer.strategy.gradient_norms(_vectors, norm_type=math.inf)
+            assert trainer.strategy.gradient_norms(lambda _: None) == {}
+        else:
+            gradients = {name: p.grad for name, p in module.named_parameters()}
+            norms = {name: g.norm() for name, g in gradients.items() if g is not None}
+            vectors = [g for name, g in gradients.items() if g is not None and _vectors(name)]
+            largest = {"vectors": max(g.abs().max() for g in vectors)}
+        self.seen.append(
+            {
+                kind: {key: float(value) for key, value in values.items()}
+                for kind, values in (("norms", norms), ("largest", largest))
+            }
+        )
+
+
+def _norms_by_key(layout: str) -> tuple[list[dict[str, dict[str, float]]], dict[str, float]]:
+    """Train a model with tied embeddings, and experts in every second layer."""
+    moe = MoEConfig(num_experts=4, layer_freq=(0, 1, 0, 1))
+    config = tiny_config(num_layers=4, moe=moe, share_embeddings_and_output_weights=True)
+    record = _NormsByKey()
+    run = fit(layout, config, callbacks=[GradientNormMonitor(layers=True), record])
+    return record.seen, {key: value for key, value in run.logged.items() if "norm" in key}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp2-pp2",
+        "ep2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2", "pp2", "pp2-vpp2")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp2", "dp2-zero1", "fsdp2")),
+    ],
+)
+def test_norms_by_key(layout: str) -> None:
+    """Each parameter counts once: sharded, tied over stages, replicated or an expert's."""
+    expected, logged = single(_norms_of_one_device)
+    assert {"grad_norm/model.decoder.layers.0", "grad_norm/model.decoder.layers.1"} < logged.keys()
+    total = sum(value**2 for key, value in logged.items() if key.startswith("grad_norm/")) ** 0.5
+    assert logged["grad_norm"] == pytest.approx(total)
+    for seen, own in run_ranks(LAYOUTS[layout].ranks, _norms_by_key, layout):
+        assert_close(seen, expected)
+        assert_close(own, logged)
+
+
+def _norms_of_one_device(*_: Any) -> Any:
+    return _norms_by_key("single")
