@@ -77,6 +77,10 @@ class ClosingSummary(pl.Callback):
             losses = self._losses.texts(trainer)
         if losses:
             lines.append(f"  last losses: {', '.join(losses)}")
+        fired: dict[str, int] = getattr(getattr(trainer.strategy, "progress", None), "fired", {})
+        if fired:
+            counts = ", ".join(f"{name} ({count})" for name, count in sorted(fired.items()))
+            lines.append(f"  findings of guards: {counts} (docs/differences.md)")
         best, last = _checkpoints(trainer)
         if best:
             lines.append(f"  best checkpoint: {best}")

@@ -43,6 +43,8 @@ from megatron_lightning.config import (
     ContextOptions,
     DataParallel,
     DataParallelOptions,
+    GuardMode,
+    GuardOptions,
     NonFinite,
     PipelineOptions,
     RecomputeOptions,
@@ -112,6 +114,9 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
             (on all tensor-parallel ranks). False: compute logits first.
         non_finite: Response to infinite or NaN losses and gradients: "raise" names the rank, the
             parameter and the micro-batch. "skip" skips the optimizer step. "ignore" does not look.
+        guards: Response to mistakes in your code that losses would not show (docs/differences.md):
+            "refuse" raises an error, "warn" warns once, "ignore" does not look. GuardOptions names
+            single guards to ignore.
         start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or
             "fork".
         sharding_plan: Tensor-parallel table by module path of the LightningModule, for a model
@@ -151,6 +156,7 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
         compile_options: CompileOptions | None = None,
         fused_loss: bool = True,
         non_finite: NonFinite = "ignore",
+        guards: GuardMode | GuardOptions = "refuse",
         start_method: StartMethod = "popen",
         sharding_plan: ShardingPlan | Literal["auto"] | None = None,
         checkpoint_options: CheckpointOptions | None = None,

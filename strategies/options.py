@@ -13,6 +13,7 @@ from megatron_lightning.config import (
     ContextOptions,
     DataParallel,
     DataParallelOptions,
+    GuardOptions,
     NonFinite,
     PipelineOptions,
     RecomputeOptions,
@@ -53,6 +54,8 @@ class StrategyOptions:
     """Whether losses of untouched models are computed in chunks."""
     non_finite: NonFinite
     """Response to infinite or NaN losses and gradients."""
+    guards: GuardOptions
+    """Response to mistakes found in the user's code."""
     checkpoint: CheckpointOptions
     """How checkpoints are written."""
     sharding_plan: PlanChoice
@@ -93,6 +96,7 @@ class StrategyOptions:
             else settings.compile_options or CompileOptions(),
             fused_loss=settings.fused_loss,
             non_finite=settings.non_finite,
+            guards=GuardOptions.of(settings.guards),
             checkpoint=settings.checkpoint_options or CheckpointOptions(),
             sharding_plan=cast("PlanChoice", settings.sharding_plan),
             start_method=settings.start_method,

@@ -24,6 +24,8 @@ class Progress:
     """Samples passed over by training. Skipped samples count as consumed."""
     run: Mapping[str, Any] = field(default_factory=dict)
     """The run of this fit: id, folder and loggers, the same on all ranks. Empty before a fit."""
+    fired: dict[str, int] = field(default_factory=dict)
+    """Findings by guard, on this rank."""
     _batch: int = -1  # the batch counted last
     _updating: int = -1  # step from which the last update of the weights began
 

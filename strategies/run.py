@@ -29,6 +29,7 @@ from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.pipeline.executor import PipelineExecutor
+from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
 from megatron_lightning.strategies.checkpoint.resume_point import EpochStartRecorder, ResumePoint
 from megatron_lightning.strategies.checks.attention_kernels import report_attention
@@ -58,7 +59,6 @@ from megatron_lightning.strategies.step.loaders.shared_loader import shared_load
 from megatron_lightning.strategies.step.loaders.transfer import BatchCopies
 from megatron_lightning.strategies.step.native import NativeStepRunner
 from megatron_lightning.strategies.step.pipelined import PipelinedStepRunner
-from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_runner import StepRunner
 from megatron_lightning.strategies.step.validation_clock import ValidationClock
 from megatron_lightning.strategies.summary import hidden_example

@@ -19,6 +19,8 @@ from megatron_lightning.config.training import (
     CheckpointOptions,
     CompileOptions,
     CompileScope,
+    GuardMode,
+    GuardOptions,
     NonFinite,
     RecomputeOptions,
     StartMethod,
@@ -63,6 +65,7 @@ class StrategySettings:
     compile_options: CompileOptions | None = None
     fused_loss: bool = True
     non_finite: NonFinite = "ignore"
+    guards: GuardMode | GuardOptions = "refuse"
     start_method: StartMethod = "popen"
     sharding_plan: object = None
     """A ``ShardingPlan``, which needs torch, or "auto". ``StrategyOptions`` checks the value."""
@@ -81,6 +84,7 @@ class StrategySettings:
         check_choice("data_parallel", self.data_parallel, get_args(DataParallel))
         check_choice("non_finite", self.non_finite, get_args(NonFinite))
         check_choice("start_method", self.start_method, get_args(StartMethod))
+        GuardOptions.of(self.guards)
         for name, kind in _GROUPS:
             if getattr(self, name) is not None:
                 check_kind(name, getattr(self, name), kind)

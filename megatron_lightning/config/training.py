@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Literal, get_args
 
 from megatron_lightning.config.value_checks import check_choice, check_counts
@@ -15,6 +16,42 @@ SaveErrorAction = Literal["raise", "warn"]
 FolderSaves = Literal["end", "every"]
 CompileScope = Literal["block"]
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
+GuardMode = Literal["refuse", "warn", "ignore"]
+GUARDS = (
+    "hook_draws", "module_hooks", "rank_agreement", "same_batches", "step_hints",
+    "trained_parameters", "world_collectives",
+)  # fmt: skip
+"""Names of all guards: what looks for mistakes in a user's code while a run goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardOptions:
+    """Response to the findings of guards. The message of a guard ends in its name."""
+
+    mode: GuardMode = "refuse"
+    """"refuse" raises an error for a finding, "warn" warns once, "ignore" does not look. Guards
+    against hangs and crashes refuse in every mode, unless ``ignore`` names them."""
+    ignore: Sequence[str] = ()
+    """Names of guards that do not look."""
+
+    def __post_init__(self) -> None:
+        check_choice("mode of guards", self.mode, get_args(GuardMode))
+        if isinstance(self.ignore, str):
+            raise ConfigError(
+                f"ignore={self.ignore!r} of GuardOptions is no list. Put it into brackets."
+            )
+        for name in self.ignore:
+            if name not in GUARDS:
+                nearest = get_close_matches(str(name), GUARDS, n=1, cutoff=0.0)
+                raise ConfigError(
+                    f"ignore of GuardOptions names {name!r}, and there is no such guard. The "
+                    f"nearest name is {nearest[0]!r}, and all names are {', '.join(GUARDS)}."
+                )
+
+    @classmethod
+    def of(cls, value: GuardMode | GuardOptions) -> GuardOptions:
+        """Return the options for a mode, or the options themselves."""
+        return value if isinstance(value, GuardOptions) else cls(mode=value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from megatron_lightning.parallel.random.replica_rng import ReplicaRng
 from megatron_lightning.pipeline.batch.metrics import MetricSync
 from megatron_lightning.pipeline.batch.module_state import ModuleState
 from megatron_lightning.pipeline.stages.parallel_call import replaced_attribute
-from megatron_lightning.strategies.step.run_context import RunContext
+from megatron_lightning.step.run_context import RunContext
 
 
 @contextmanager

@@ -12,8 +12,8 @@ import lightning.pytorch as pl
 
 from megatron_lightning.pipeline.schedules.actions import Action, Kind
 from megatron_lightning.pipeline.timeline import Timeline
-from megatron_lightning.strategies.step.participant import StepParticipant
-from megatron_lightning.strategies.step.step_run import StepRun
+from megatron_lightning.step.participant import StepParticipant
+from megatron_lightning.step.step_run import StepRun
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lightning.pipeline.batch.microbatches import batch_size_of
-from megatron_lightning.strategies.step.step_run import StepRun
+from megatron_lightning.step.step_run import StepRun
 from megatron_lightning.strategies.step.step_runner import StepRunner
 
 

@@ -8,23 +8,19 @@ Participants with a veto are asked before other participants follow the update.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_lightning.assembly.buffers.buffer_broadcast import BufferSync
-from megatron_lightning.assembly.fsdp import is_sharded
 from megatron_lightning.assembly.plan_watch import PlanWatch
+from megatron_lightning.guards.guard import Guard
 from megatron_lightning.pipeline.batch.metrics import MetricSync
-from megatron_lightning.strategies.step.checks.agreement import Agreement
-from megatron_lightning.strategies.step.checks.first_batches import FirstBatches
-from megatron_lightning.strategies.step.checks.hints import StepHints
-from megatron_lightning.strategies.step.checks.hook_comparison import HookComparison
+from megatron_lightning.step.participant import StepParticipant
+from megatron_lightning.step.run_context import RunContext
+from megatron_lightning.strategies.step.checks.explanations import Explanations
 from megatron_lightning.strategies.step.checks.hook_logs import HookLogs
 from megatron_lightning.strategies.step.checks.plan_comparison import PlanComparison
-from megatron_lightning.strategies.step.checks.trained_parameters import TrainedParameters
 from megatron_lightning.strategies.step.checks.unit_shards import UnitShards
-from megatron_lightning.strategies.step.checks.user_hooks import UserHooks
-from megatron_lightning.strategies.step.checks.world_guard import WorldGuard
 from megatron_lightning.strategies.step.checks.written_weights import WrittenWeights
 from megatron_lightning.strategies.step.forward_times import ForwardTimes, step_watches
 from megatron_lightning.strategies.step.gradients.expert_updates import ExpertUpdates
@@ -32,10 +28,8 @@ from megatron_lightning.strategies.step.gradients.finite_check import FiniteChec
 from megatron_lightning.strategies.step.gradients.training import Training
 from megatron_lightning.strategies.step.gradients.update_judges import UpdateJudges, update_judges
 from megatron_lightning.strategies.step.loaders.consumed_samples import ConsumedSamples
-from megatron_lightning.strategies.step.participant import StepParticipant
 from megatron_lightning.strategies.step.precision_contexts import PrecisionContexts, UnitOrder
 from megatron_lightning.strategies.step.rerun import StepInputs
-from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.values.buffer_values import BufferValues
 from megatron_lightning.strategies.step.values.logs import StepLogs
 from megatron_lightning.strategies.step.values.metric_states import MetricStates
@@ -53,8 +47,8 @@ class SharedParts:
     """Keeps buffers equal on all ranks with the same buffer."""
     metrics: MetricSync
     """Synchronizes metrics."""
-    guard: WorldGuard
-    """Watches the default process group."""
+    guards: Sequence[Guard]
+    """Guards of this run."""
     sequence: SequenceParts | None
     """Divides sequences. None: every rank has full sequences."""
     inputs: StepInputs
@@ -80,13 +74,12 @@ def step_participants(
     yield MetricStates(parts.metrics)
     if scope.part.units is not None:
         yield UnitShards()
-    yield FirstBatches(scope, parts.guard)
-    yield Agreement(scope)
+    yield Explanations(scope)
+    # Guards judge the batch, then hooks, then complete values and gradients.
+    yield from parts.guards
     if training is not None:
         yield ConsumedSamples(scope, training.schedules)
         yield parts.inputs
-    if not options.pipeline.explicit_steps:
-        yield StepHints(scope)
     # Values and random states that user code may change follow the checks of the batch, and precede
     # the contexts of a forward.
     if partition is not None:
@@ -100,8 +93,8 @@ def step_participants(
     if not options.is_native:
         yield StepLogs(scope)
     yield StepReports(scope)
-    # Judgments come last, when the step's values and gradients are complete.
-    yield from _of_hooks(scope, parts.guard, fits=training is not None)
+    if training is not None and scope.context.layout.replica_size > 1:
+        yield HookLogs(scope)
     if options.is_native and (watches := step_watches(scope.module.trainer)):
         yield ForwardTimes(watches)
     if training is not None and watch is not None:
@@ -110,19 +103,7 @@ def step_participants(
             yield FiniteCheck(scope, options.non_finite, training.loss_scaling)
         if judges := update_judges(scope.module.trainer):
             yield UpdateJudges(scope, training, judges)
-        yield TrainedParameters(scope, training.accumulation)
         yield ExpertUpdates(scope)
-
-
-def _of_hooks(scope: RunContext, guard: WorldGuard, *, fits: bool) -> Iterator[StepParticipant]:
-    """Yield participants that compare the ranks of a replica after hooks of the user."""
-    if scope.context.tp.size > 1:
-        yield HookComparison(scope)
-    has_copies = scope.context.layout.replica_size > 1
-    if has_copies or is_sharded(scope.module):
-        yield UserHooks(scope, guard)
-        if fits and has_copies:
-            yield HookLogs(scope)
 
 
 def _plan_watch(scope: RunContext) -> PlanWatch:

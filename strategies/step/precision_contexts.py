@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from megatron_lightning.step.participant import StepBatch, StepParticipant
+from megatron_lightning.step.run_context import RunContext
+from megatron_lightning.step.step_run import StepRun
 from megatron_lightning.strategies.fp8 import quantizing
-from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.run_context import RunContext
-from megatron_lightning.strategies.step.step_run import StepRun
 
 
 class PrecisionContexts(StepParticipant):

@@ -15,8 +15,8 @@ from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.pipeline.batch.microbatches import kinds_of, tensors_of
 from megatron_lightning.pipeline.channel import StageTensors
 from megatron_lightning.pipeline.stages.crossing import StageCrossing, StageExit
-from megatron_lightning.strategies.step.participant import Participants
-from megatron_lightning.strategies.step.step_run import StepRun
+from megatron_lightning.step.participant import Participants
+from megatron_lightning.step.step_run import StepRun
 
 
 class UserProgram:

@@ -25,13 +25,13 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.random.replica_rng import ReplicaRng
 from megatron_lightning.pipeline.batch.metrics import MetricSync
 from megatron_lightning.resilience.exit_codes import RERUN_DIFFERS, RERUN_EQUAL
+from megatron_lightning.step.participant import StepBatch, StepParticipant
+from megatron_lightning.step.run_context import RunContext
+from megatron_lightning.step.step_run import StepRun
 from megatron_lightning.strategies.fp8 import quantizing
 from megatron_lightning.strategies.launch.failures import AgreedStop
 from megatron_lightning.strategies.step.dummy_step import unseen
 from megatron_lightning.strategies.step.gradients.training import Training
-from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.run_context import RunContext
-from megatron_lightning.strategies.step.step_run import StepRun
 
 HELD_BYTES = 64 << 20
 """Most bytes of earlier batches of a step that a rank holds for a rerun."""

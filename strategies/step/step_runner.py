@@ -17,13 +17,15 @@ from torch import Tensor
 
 from megatron_lightning.assembly.buffers.buffer_broadcast import BufferSync
 from megatron_lightning.errors import ConfigError, PipelineError
+from megatron_lightning.guards.table import make_guards
 from megatron_lightning.pipeline.batch.metrics import MetricSync
 from megatron_lightning.pipeline.stages.parallel_call import (
     ParallelCall,
     find_parallel_module,
     replaced_attribute,
 )
-from megatron_lightning.strategies.step.checks.world_guard import WorldGuard
+from megatron_lightning.step.participant import Participants, StepBatch
+from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.strategies.step.dummy_step import unseen
 from megatron_lightning.strategies.step.gradients.training import Training
 from megatron_lightning.strategies.step.loaders.batch_counts import (
@@ -31,10 +33,9 @@ from megatron_lightning.strategies.step.loaders.batch_counts import (
     check_training,
     forwards_together,
 )
-from megatron_lightning.strategies.step.participant import Participants, StepBatch
 from megatron_lightning.strategies.step.participants import SharedParts, step_participants
 from megatron_lightning.strategies.step.rerun import Rerun, RerunResult, StepInputs
-from megatron_lightning.strategies.step.run_context import RunContext
+from megatron_lightning.strategies.step.user_code import watch_hooks
 from megatron_lightning.strategies.step.values.sequence_parts import SequenceParts
 
 _ASK_BEFORE = "Ask for it in a hook before the step (setup, on_fit_start) and keep it."
@@ -59,7 +60,7 @@ class StepRunner(ABC):
         self._evaluates = False
         self.reduces = False
         """Whether evaluation steps have called collectives of the data-parallel ranks."""
-        self._world_guard = WorldGuard(type(scope.module).__name__, scope.context)
+        self._seen_loaders = set[tuple[Any, ...]]()
         self.buffers = BufferSync(scope.module, scope.part, scope.context)
         """Keeps buffers equal on all ranks with the same buffer."""
         if training is not None:
@@ -82,12 +83,13 @@ class StepRunner(ABC):
         parts = SharedParts(
             buffers=self.buffers,
             metrics=self._metrics,
-            guard=self._world_guard,
+            guards=make_guards(scope, None if training is None else training.fit),
             sequence=self._sequence,
             inputs=self.inputs,
         )
         self.participants = Participants(step_participants(scope, parts, training))
         """Concerns of every step, in their order."""
+        watch_hooks(scope, self.participants)
         if training is not None:
             training.participants = self.participants
 
@@ -162,7 +164,7 @@ class StepRunner(ABC):
             PipelineError: In a step, over several pipeline ranks.
         """
         if advice is None:
-            self._world_guard.dismiss()  # a collective of all ranks, and our own
+            self.participants.collective(what)
         num_ranks = self._scope.context.pp.size
         if self._metrics.in_step and num_ranks > 1:
             raise PipelineError(
@@ -247,6 +249,7 @@ class StepRunner(ABC):
                 number=number,
                 num_samples=num_samples,
                 begins_loop=self._begins_loop,
+                is_first=self._is_first("training_step"),
                 compares=is_first or written_weights.is_due,  # hooks of a validation have run
             )
         )
@@ -256,8 +259,19 @@ class StepRunner(ABC):
         loaders, the loader's index.
         """
         return self._begin_batch(
-            StepBatch(hook=hook, value=batch, loader=indices[1:], begins_loop=self._begins_loop)
+            StepBatch(
+                hook=hook,
+                value=batch,
+                loader=indices[1:],
+                begins_loop=self._begins_loop,
+                is_first=self._is_first(hook, *indices[1:]),
+            )
         )
+
+    def _is_first(self, *loader: Any) -> bool:
+        is_first = loader not in self._seen_loaders
+        self._seen_loaders.add(loader)
+        return is_first
 
     def _begin_batch(self, batch: StepBatch) -> StepBatch:
         self._begins_loop = False

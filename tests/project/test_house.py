@@ -47,6 +47,8 @@ USERS_OF_LIGHTNING = (
     "callbacks/",
     "megatron_lightning/cli.py",
     "megatron_lightning/modules/",
+    "megatron_lightning/guards/",
+    "megatron_lightning/step/",
 )
 INTERNALS = "strategies/lightning_internals.py"
 SHARED = {
@@ -127,7 +129,7 @@ UPWARD_STRINGS = {
 # Rooms with more files than fit a screen, and how many. A number may only fall. What stays flat has
 # public names.
 FULL_ROOMS = {
-    "assembly": 23,
+    "assembly": 22,
     "bridge": 39,
     "bridge/families": 22,
     "callbacks": 24,

@@ -17,7 +17,7 @@ from torch import nn
 from megatron_lightning.assembly.replicas import check_trained_replicas
 from megatron_lightning.parallel.shards.other_stages import is_absent
 from megatron_lightning.pipeline.stages.stage import StagePartition
-from megatron_lightning.strategies.step.run_context import RunContext
+from megatron_lightning.step.run_context import RunContext
 
 
 def check_averages(scope: RunContext) -> None:

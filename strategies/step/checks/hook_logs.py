@@ -14,9 +14,9 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from megatron_lightning.strategies.step.overrides import override
-from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.run_context import RunContext
+from megatron_lightning.step.overrides import override
+from megatron_lightning.step.participant import StepBatch, StepParticipant
+from megatron_lightning.step.run_context import RunContext
 
 _NUM_EPOCHS = 2
 """Number of epochs with comparisons."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_lightning.assembly.plan_watch import PlanWatch
-from megatron_lightning.strategies.step.participant import StepParticipant
-from megatron_lightning.strategies.step.step_run import StepRun
+from megatron_lightning.step.participant import StepParticipant
+from megatron_lightning.step.step_run import StepRun
 
 
 class PlanComparison(StepParticipant):

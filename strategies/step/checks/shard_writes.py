@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatron_lightning.strategies.step.run_context import RunContext
+from megatron_lightning.step.run_context import RunContext
 
 
 class ShardWrites:

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.strategies.step.participant import StepParticipant
-from megatron_lightning.strategies.step.step_run import StepRun
+from megatron_lightning.step.participant import StepParticipant
+from megatron_lightning.step.step_run import StepRun
 
 _TORCH_NAMES = ("DTensor", "sharding strategy registered")  # in torch's own messages
 

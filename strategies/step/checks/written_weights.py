@@ -8,10 +8,10 @@ from torch.optim import Optimizer
 
 from megatron_lightning.assembly.plan_watch import PlanWatch
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
+from megatron_lightning.step.participant import StepBatch, StepParticipant
+from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.strategies.step.checks.averages import check_averages
 from megatron_lightning.strategies.step.checks.shard_writes import ShardWrites
-from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.run_context import RunContext
 
 
 class WrittenWeights(StepParticipant):

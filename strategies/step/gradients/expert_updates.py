@@ -6,8 +6,8 @@ from functools import partial
 
 from megatron_lightning.layers.moe.balance import ExpertBalance
 from megatron_lightning.parallel.collectives import all_reduce
-from megatron_lightning.strategies.step.participant import StepParticipant
-from megatron_lightning.strategies.step.run_context import RunContext
+from megatron_lightning.step.participant import StepParticipant
+from megatron_lightning.step.run_context import RunContext
 
 
 class ExpertUpdates(StepParticipant):

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from megatron_lightning.config import NonFinite
 from megatron_lightning.optim.finite_watch import FiniteWatch
+from megatron_lightning.step.participant import StepParticipant
+from megatron_lightning.step.run_context import RunContext
+from megatron_lightning.step.step_run import StepRun
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
-from megatron_lightning.strategies.step.participant import StepParticipant
-from megatron_lightning.strategies.step.run_context import RunContext
-from megatron_lightning.strategies.step.step_run import StepRun
 
 
 class FiniteCheck(StepParticipant):

@@ -28,7 +28,7 @@ from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.optim.gradients.gradient_proxies import StandIn, StandIns
 from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.origin import is_library
-from megatron_lightning.strategies.step.overrides import users_hooks
+from megatron_lightning.step.overrides import users_hooks
 
 _ADVICE = (
     "self.trainer.strategy.gradient_norm() is the norm of all; clip with "

@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
+from megatron_lightning.step.overrides import override
 from megatron_lightning.strategies.step.gradients.gradient_guard import GradientGuard
-from megatron_lightning.strategies.step.overrides import override
 
 
 def unwrapped(optimizer: Any) -> Any:

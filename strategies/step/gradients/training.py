@@ -11,12 +11,16 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from megatron_lightning.guards.guard import Fit
 from megatron_lightning.layers.linear.split_backward import hide_quantized, join_backwards
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.optim.lr_schedules import ScheduledLR
 from megatron_lightning.optim.norms import GradientNorms
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
+from megatron_lightning.step.overrides import users_hooks
+from megatron_lightning.step.participant import Participants
+from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.strategies.checkpoint.finetuning import unfreeze_again
 from megatron_lightning.strategies.checks.optimizers import effective_data_parallel
 from megatron_lightning.strategies.fp8 import parameter_storage
@@ -35,9 +39,6 @@ from megatron_lightning.strategies.step.gradients.manual import (
 )
 from megatron_lightning.strategies.step.gradients.schedulers import hold_schedulers
 from megatron_lightning.strategies.step.gradients.zeroing import ZeroingCheck
-from megatron_lightning.strategies.step.overrides import users_hooks
-from megatron_lightning.strategies.step.participant import Participants
-from megatron_lightning.strategies.step.run_context import RunContext
 
 
 class Training:
@@ -172,6 +173,11 @@ class Training:
         hide_quantized(
             [layer for name, layer in self._opaque.items() if name in names], self._weight_gradients
         )
+
+    @property
+    def fit(self) -> Fit:
+        """Objects of training, for guards."""
+        return Fit(accumulation=self.accumulation, optimizers=self.optimizers)
 
     @property
     def loss_scale(self) -> float:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lightning.step.participant import StepBatch, StepParticipant
+from megatron_lightning.step.run_context import RunContext
+from megatron_lightning.step.step_run import StepRun
 from megatron_lightning.strategies.step.gradients.training import Training
-from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.run_context import RunContext
-from megatron_lightning.strategies.step.step_run import StepRun
 
 
 @runtime_checkable

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.gradient_proxies import StandIn, StandIns
+from megatron_lightning.step.overrides import override, users_methods
 from megatron_lightning.strategies.step.gradients.manual import unwrapped
-from megatron_lightning.strategies.step.overrides import override, users_methods
 
 
 class ZeroingCheck:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_lightning.optim.lr_schedules import ScheduledLR
+from megatron_lightning.step.participant import StepBatch, StepParticipant
+from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.strategies.step.loaders.dataloaders import training_samplers
-from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.run_context import RunContext
 
 
 class ConsumedSamples(StepParticipant):

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_lightning.assembly.buffers.buffer_broadcast import BufferSync
-from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.step_run import StepRun
+from megatron_lightning.step.participant import StepBatch, StepParticipant
+from megatron_lightning.step.step_run import StepRun
 
 
 class BufferValues(StepParticipant):

@@ -24,9 +24,9 @@ from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.numbers import number_on
 from megatron_lightning.pipeline.batch.microbatches import weighted_mean
 from megatron_lightning.pipeline.stages.parallel_call import replaced_attribute
-from megatron_lightning.strategies.step.participant import StepParticipant
-from megatron_lightning.strategies.step.run_context import RunContext
-from megatron_lightning.strategies.step.step_run import StepRun
+from megatron_lightning.step.participant import StepParticipant
+from megatron_lightning.step.run_context import RunContext
+from megatron_lightning.step.step_run import StepRun
 from megatron_lightning.strategies.step.values.context_mean import gather_rows
 
 

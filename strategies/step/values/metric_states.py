@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_lightning.pipeline.batch.metrics import MetricSync
-from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.step_run import StepRun
+from megatron_lightning.step.participant import StepBatch, StepParticipant
+from megatron_lightning.step.step_run import StepRun
 
 
 class MetricStates(StepParticipant):

@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron_lightning.pipeline.batch.module_state import Change, ModuleState
 from megatron_lightning.pipeline.batch.records import MOST_ENTRIES
 from megatron_lightning.pipeline.stages.stage import StagePartition
-from megatron_lightning.strategies.step.participant import StepParticipant
-from megatron_lightning.strategies.step.run_context import RunContext
-from megatron_lightning.strategies.step.step_run import StepRun
+from megatron_lightning.step.participant import StepParticipant
+from megatron_lightning.step.run_context import RunContext
+from megatron_lightning.step.step_run import StepRun
 
 
 class ModuleValues(StepParticipant):

@@ -36,10 +36,10 @@ from megatron_lightning.layers.step_report import (
     find_reports,
     reduced,
 )
-from megatron_lightning.strategies.step.items import has_count
-from megatron_lightning.strategies.step.participant import StepParticipant
-from megatron_lightning.strategies.step.run_context import RunContext
-from megatron_lightning.strategies.step.step_run import StepRun
+from megatron_lightning.step.items import has_count
+from megatron_lightning.step.participant import StepParticipant
+from megatron_lightning.step.run_context import RunContext
+from megatron_lightning.step.step_run import StepRun
 
 _PREFIXES: Mapping[str, str] = {
     "training_step": "",

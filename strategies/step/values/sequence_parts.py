@@ -29,12 +29,12 @@ from megatron_lightning.parallel.sequence_exchange import gather_parts
 from megatron_lightning.pipeline.batch.sequence_arguments import SequenceArguments
 from megatron_lightning.pipeline.batch.sequence_split import SequenceSplit
 from megatron_lightning.pipeline.stages.parallel_call import ParallelCall
+from megatron_lightning.step.items import counts_items
+from megatron_lightning.step.participant import StepBatch, StepParticipant
+from megatron_lightning.step.run_context import RunContext
+from megatron_lightning.step.step_run import StepRun
 from megatron_lightning.strategies.checks.module import sequence_dims_of
 from megatron_lightning.strategies.step.checks.position_watch import PositionWatch
-from megatron_lightning.strategies.step.items import counts_items
-from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.run_context import RunContext
-from megatron_lightning.strategies.step.step_run import StepRun
 from megatron_lightning.strategies.step.values.context_mean import gather_rows
 
 _PACKAGE = "megatron_lightning."

@@ -60,7 +60,7 @@ def _hints(
         module.net[1].requires_grad_(False)
     said: list[str] = []
     size = 4 if not torch.distributed.is_initialized() else 2
-    with patch("megatron_lightning.strategies.step.checks.hints.rank_zero_warn", said.append):
+    with patch("megatron_lightning.step.judge.rank_zero_warn", said.append):
         fit = trainer(MegatronStrategy(micro_batch_size=micro_batch_size), max_epochs=2)
         fit.fit(module, DataLoader(rows, batch_size=size))  # type: ignore[arg-type]
     return said

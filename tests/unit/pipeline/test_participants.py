@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_lightning.strategies.step.participant import Participants, StepParticipant
+from megatron_lightning.step.participant import Participants, StepParticipant
 
 
 class Noting(StepParticipant):

@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from megatron_lightning.strategies.step.overrides import override
+from megatron_lightning.step.overrides import override
 
 
 class Counts(pl.Callback):

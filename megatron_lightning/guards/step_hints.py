@@ -10,28 +10,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from megatron_lightning.guards.guard import Fit, Guard
 from megatron_lightning.pipeline.batch.microbatches import tensors_of
 from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
-from megatron_lightning.strategies.step.items import counts_items, has_count
-from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.run_context import RunContext
-from megatron_lightning.strategies.step.step_run import StepRun
+from megatron_lightning.step.items import counts_items, has_count
+from megatron_lightning.step.participant import StepBatch
+from megatron_lightning.step.run_context import RunContext
+from megatron_lightning.step.step_run import StepRun
 
 _NAMES = ("label", "target")
 
 
-class StepHints(StepParticipant):
-    """Looks at the training steps of a run.
+class StepHints(Guard):
+    """Look at the training steps of a run."""
 
-    Args:
-        scope: The run context.
-    """
+    sentence = (
+        "a batch in parts gives other values than the batch: BatchNorm, `spectral_norm`, and means "
+        "over different numbers of labels"
+    )
 
-    def __init__(self, scope: RunContext) -> None:
-        self._scope = scope
+    def __init__(self, scope: RunContext, fit: Fit | None = None) -> None:
+        super().__init__(scope, fit)
         self._norms = {
             path: child
             for path, child in scope.module.named_modules()
@@ -42,6 +43,11 @@ class StepHints(StepParticipant):
         self._is_first = True
         self._advice: str | None = None
 
+    @classmethod
+    def applies(cls, scope: RunContext, fit: Fit | None) -> bool:
+        """Return whether steps are split into micro-batches, or over ranks, by the strategy."""
+        return not scope.options.pipeline.explicit_steps
+
     def begin(self, run: StepRun) -> None:
         """Look at the parts of a training batch, before the step may change the batch. A collective
         of the data-parallel ranks in the first step.
@@ -50,7 +56,7 @@ class StepHints(StepParticipant):
             self._look(run.microbatches)
 
     def _look(self, microbatches: Sequence[Any]) -> None:
-        if len(microbatches) == 1 and self._scope.context.dp.size == 1:
+        if len(microbatches) == 1 and self.scope.context.dp.size == 1:
             return
         if any(norm.training for norm in self._norms.values()):
             self._warn_of_norms(len(microbatches))
@@ -65,13 +71,13 @@ class StepHints(StepParticipant):
         if not batch.trains:
             return
         advice, self._advice = self._advice, None
-        if advice is not None and not counts_items(self._scope.module, output):
-            rank_zero_warn(advice)
+        if advice is not None and not counts_items(self.scope.module, output):
+            self.judge.warn(advice)
 
     def _warn_of_norms(self, num_microbatches: int) -> None:
-        path, replicas = next(iter(self._norms)), self._scope.context.dp.size
+        path, replicas = next(iter(self._norms)), self.scope.context.dp.size
         self._norms = {}
-        rank_zero_warn(
+        self.judge.warn(
             f"{path} is a BatchNorm: it normalizes each of the {num_microbatches * replicas} parts "
             f"of a batch ({num_microbatches} micro-batch(es) on {replicas} data-parallel rank(s)) "
             "by its own samples, and one device normalizes the batch. Make the parts large, use a "
@@ -81,7 +87,7 @@ class StepHints(StepParticipant):
 
     def _warn_of_spectral_norms(self, num_microbatches: int) -> None:
         path, self._spectral = self._spectral[0], []
-        rank_zero_warn(
+        self.judge.warn(
             f"{path} has a spectral_norm: it runs one power iteration in every forward, which is "
             f"{num_microbatches} a batch ({num_microbatches} micro-batches), and one on one "
             "device, so that losses differ until the estimate of the norm has converged. Use one "
@@ -90,7 +96,7 @@ class StepHints(StepParticipant):
 
     def _compare_labels(self, microbatches: Sequence[Any]) -> str | None:
         """Return a hint if parts of the first batch have different numbers of counted labels."""
-        context, module = self._scope.context, self._scope.module
+        context, module = self.scope.context, self.scope.module
         if has_count(module) or context.cp.size > 1:  # checked elsewhere
             return None
         counts = [count for part in microbatches if (count := _count_labels(part)) is not None]

@@ -24,22 +24,24 @@ from torch.optim import Optimizer
 
 from megatron_lightning.assembly.replicas import diverged
 from megatron_lightning.errors import ShardingError
+from megatron_lightning.guards.guard import Fit, Guard
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.random.rng import get_generator_state
-from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.run_context import RunContext
-from megatron_lightning.strategies.step.step_run import StepRun
+from megatron_lightning.step.participant import StepBatch
+from megatron_lightning.step.run_context import RunContext
+from megatron_lightning.step.step_run import StepRun
 
 
-class Agreement(StepParticipant):
-    """Digests of one rank at the beginning of a step, and the comparison of digests.
+class RankAgreement(Guard):
+    """Digests of one rank at the beginning of a step, and the comparison of digests."""
 
-    Args:
-        scope: The run context.
-    """
+    sentence = (
+        "options of optimizer groups, or states of random generators, differ between ranks that "
+        "work on one batch: a hook or a scheduler saw other values, or drew on some ranks only"
+    )
 
-    def __init__(self, scope: RunContext) -> None:
-        self._scope = scope
+    def __init__(self, scope: RunContext, fit: Fit | None = None) -> None:
+        super().__init__(scope, fit)
         self._context = scope.context
         self._devices = [torch.device("cpu")]
         if self._context.device.type == "cuda":
@@ -51,19 +53,22 @@ class Agreement(StepParticipant):
         """Whether stages have different groups by design, such as a group for each parameter."""
         self._random = 0
 
+    @classmethod
+    def applies(cls, scope: RunContext, fit: Fit | None) -> bool:
+        """Return whether there are several ranks."""
+        return scope.context.world_size > 1
+
     def begin_batch(self, batch: StepBatch) -> None:
         """Record the state at the beginning of a batch. A collective at some training batches.
 
         Raises:
             ShardingError: If the state differs between ranks.
         """
-        if self._context.world_size == 1:
-            return
         if self._context.layout.model_parallel_size * self._context.cp.size > 1:
             self._random = _random_digest(self._devices)
         if not batch.trains:
             return
-        options = dict(_options_of(self._scope.module.trainer.optimizers))
+        options = dict(_options_of(self.scope.module.trainer.optimizers))
         if options != self._options:
             self._options, self._digest = options, _digest(options)
         self._num_batches += 1
@@ -84,24 +89,26 @@ class Agreement(StepParticipant):
             return
         options, state = shared
         if options != self._digest and not self._groups_of_stage:
-            raise _other_options("the pipeline stages of a replica", self._options)
+            self.judge.refuse(_other_options("the pipeline stages of a replica", self._options))
         if state != self._random:
-            raise _other_random_state(self._context.pp.ranks)
+            self.judge.refuse(_other_random_state(self._context.pp.ranks))
 
     def _compare(self) -> None:
         context, digest = self._context, self._digest
         if self._num_batches == 1 and self._differs(digest, context.pp):
             options_of_ranks = context.pp.all_gather_object(self._options)
-            _refuse_values_of_stages(options_of_ranks, context.pp.ranks)
+            with self.judge.judging():
+                _refuse_values_of_stages(options_of_ranks, context.pp.ranks)
             self._groups_of_stage = True
         everywhere = [context.axis("tp-dp-cp")]
         for group in everywhere if self._groups_of_stage else [*everywhere, context.pp]:
             if self._differs(digest, group):
                 options_of_ranks = group.all_gather_object(self._options)
-                raise _other_options(f"ranks {list(group.ranks)}", *options_of_ranks)
+                where = f"ranks {list(group.ranks)}"
+                self.judge.refuse(_other_options(where, *options_of_ranks))
         for group in (context.axis("tp-pp"), context.cp):
             if self._differs(self._random, group):
-                raise _other_random_state(group.ranks)
+                self.judge.refuse(_other_random_state(group.ranks))
 
     def _differs(self, digest: int, group: AxisGroup) -> bool:
         marks = torch.tensor([digest], dtype=torch.int64, device=self._context.device)

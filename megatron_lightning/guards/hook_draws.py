@@ -1,15 +1,14 @@
-"""Watch of the user's hooks outside of steps, on the module and on callbacks.
+"""Refuse hooks that draw random numbers for all parameters.
 
-In a hook, a sum or gather over all ranks counts the values of a replica once for every rank of the
-replica. Random numbers drawn in a loop over ``parameters()`` belong to one device's tensors, and a
-rank has shards of them, or other layers. Equal draws of a generator are found by no comparison of
-values: noise added to shards, say. Draws are judged by the parameters that are filled in place, and
-by shapes: as many tensors as there are parameters.
+Random numbers drawn in a loop over ``parameters()`` belong to one device's tensors, and a rank has
+shards of them, or other layers. Equal draws of a generator are found by no comparison of values:
+noise added to shards, say. Draws are judged by the parameters that are filled in place, and by
+shapes: as many tensors as there are parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,20 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from megatron_lightning.assembly.fsdp import is_sharded
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.strategies.step.checks.world_guard import WorldGuard
-from megatron_lightning.strategies.step.overrides import override, users_methods
-from megatron_lightning.strategies.step.participant import StepParticipant
-from megatron_lightning.strategies.step.run_context import RunContext
+from megatron_lightning.guards.guard import Fit, Guard
+from megatron_lightning.step.run_context import RunContext
 
-_LOOPS = ("train", "validation", "test", "predict")
-_HOOKS = (
-    "on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end",
-    *(f"on_{loop}_{event}" for loop in _LOOPS for event in ("start", "end")),
-    *(f"on_{loop}_epoch_{event}" for loop in _LOOPS for event in ("start", "end")),
-    *(f"on_{loop}_batch_{event}" for loop in _LOOPS for event in ("start", "end")),
-    "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad",
-)  # fmt: skip
 _DRAWS = frozenset((
     "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_",
     "geometric_", "randn", "rand", "randint", "normal", "bernoulli", "randn_like", "rand_like",
@@ -40,45 +30,32 @@ _NUM_WATCHED = 2  # calls of a hook with a watch on random numbers
 _MIN_TENSORS = 2  # drawn in a loop over parameters
 
 
-class UserHooks(StepParticipant):
-    """Watches the hooks of a run.
+class HookDraws(Guard):
+    """Watch random numbers drawn by hooks, in the first calls of every hook."""
 
-    Args:
-        scope: The run context.
-        guard: Watches the default process group.
-    """
+    sentence = (
+        "a hook draws random numbers for all parameters of a rank, of which every rank has others: "
+        "each rank draws the same numbers for other values of the model"
+    )
 
-    def __init__(self, scope: RunContext, guard: WorldGuard) -> None:
-        self._scope = scope
-        self._guard = guard
-        self._num_calls: dict[tuple[int, str], int] = {}
-        for name in _HOOKS:
-            for owner, _ in users_methods(scope.module, name):
-                override(owner, name, self._watched(owner, name), scope.undo)
-
-    def _watched(self, owner: object, name: str) -> Callable[..., Any]:
-        where, key = f"{name} of {type(owner).__name__}", (id(owner), name)
-
-        def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            number = self._num_calls[key] = self._num_calls.get(key, 0) + 1
-            with self._guard.watching_hook(where):
-                if number > _NUM_WATCHED:
-                    return original(*args, **kwargs)
-                with self._watching_draws(where):
-                    return original(*args, **kwargs)
-
-        return hook
+    @classmethod
+    def applies(cls, scope: RunContext, fit: Fit | None) -> bool:
+        """Return whether a rank has a part of the model."""
+        return scope.context.layout.replica_size > 1 or is_sharded(scope.module)
 
     @contextmanager
-    def _watching_draws(self, where: str) -> Iterator[None]:
-        """Refuse random numbers for all parameters.
+    def user_code(self, where: str, number: int) -> Iterator[None]:
+        """Watch a call of a hook.
 
         Raises:
             ShardingError: After the hook.
         """
-        parameters = dict(self._scope.module.named_parameters())
+        if number > _NUM_WATCHED:
+            yield
+            return
+        parameters = dict(self.scope.module.named_parameters())
         sharded = {name for name in parameters if self._is_shard(name, parameters[name])}
-        if self._scope.context.pp.size == 1 and not sharded:
+        if self.scope.context.pp.size == 1 and not sharded:
             yield
             return
         names = {_address(parameter): name for name, parameter in parameters.items()}
@@ -96,20 +73,22 @@ class UserHooks(StepParticipant):
         if not drawn:
             return
         part = f"shards, as of {min(sharded & drawn)}" if sharded & drawn else "layers of a stage"
-        raise ShardingError(
-            f"{where} draws random numbers for {len(drawn)} of the {len(shapes)} parameters that "
-            f"this rank has, and the rank has {part}. Every rank draws the same numbers for other "
-            "values of the model. Initialize weights in __init__ or configure_model, where they "
-            "are full. For noise, draw tensors of the full shapes on all ranks, from "
-            "strategy.full_tensors(), and write the sums with load_state_dict of the "
-            "LightningModule."
+        self.judge.refuse(
+            ShardingError(
+                f"{where} draws random numbers for {len(drawn)} of the {len(shapes)} parameters "
+                f"that this rank has, and the rank has {part}. Every rank draws the same numbers "
+                "for other values of the model. Initialize weights in __init__ or configure_model, "
+                "where they are full. For noise, draw tensors of the full shapes on all ranks, "
+                "from strategy.full_tensors(), and write the sums with load_state_dict of the "
+                "LightningModule."
+            )
         )
 
     def _is_shard(self, name: str, parameter: Tensor) -> bool:
         """Return whether this rank has only a shard of a parameter."""
         if isinstance(parameter, DTensor):
             return parameter.device_mesh.size() > 1
-        specs = self._scope.part.specs
+        specs = self.scope.part.specs
         return name in specs and bool(specs[name].sharded_over)
 
     def _fills_layers(self, names: Collection[str]) -> bool:
@@ -117,11 +96,11 @@ class UserHooks(StepParticipant):
         two units, as a loop over layers does. Draws for a single head are right on the head's
         stage.
         """
-        part = self._scope.part
+        part = self.scope.part
         units = {
             unit
             for unit in part.stage_of_unit
-            for name, parameter in self._scope.module.named_parameters()
+            for name, parameter in self.scope.module.named_parameters()
             if parameter.ndim > 1 and name.startswith(f"{unit}.") and part.in_unit(name)
         }
         with_draws = {unit for unit in units if any(n.startswith(f"{unit}.") for n in names)}

@@ -10,9 +10,8 @@ receive gradients in the first updates. Other modules are left alone.
 from __future__ import annotations
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
-from megatron_lightning.strategies.step.participant import StepParticipant
-from megatron_lightning.strategies.step.run_context import RunContext
+from megatron_lightning.guards.guard import Fit, Guard
+from megatron_lightning.step.run_context import RunContext
 
 NUM_UPDATES = 4
 """Updates of every optimizer, or all updates of a shorter fit, within which a parameter must have a
@@ -20,21 +19,23 @@ gradient. Experts rarely chosen by a router get no tokens in many updates.
 """
 
 
-class TrainedParameters(StepParticipant):
+class TrainedParameters(Guard):
     """Look for gradients in the first updates, until every expected parameter has had a gradient.
 
     In every update, ranks agree on the parameters with a gradient, so that no value is read. The
     ranks exchange names once a fit, if modules expect gradients.
-
-    Args:
-        scope: The run context.
-        accumulation: Holds the reduced gradients.
     """
 
-    def __init__(self, scope: RunContext, accumulation: GradientAccumulation) -> None:
+    sentence = (
+        "parameters of a module with `expects_gradients = True`, such as LoRA's, get no gradient "
+        "in the first optimizer steps, and would be trained in vain"
+    )
+
+    def __init__(self, scope: RunContext, fit: Fit | None = None) -> None:
+        super().__init__(scope, fit)
         self._module = scope.module
         self._world = scope.context.axis("world")
-        self._accumulation = accumulation
+        self._fit = fit
         expecting = [
             f"{path}." if path else ""
             for path, child in scope.module.named_modules()
@@ -49,10 +50,16 @@ class TrainedParameters(StepParticipant):
         }
         self._num_updates = 0
 
+    @classmethod
+    def applies(cls, scope: RunContext, fit: Fit | None) -> bool:
+        """Return whether a module of a fit expects gradients."""
+        modules = scope.module.modules()  # the same on all ranks
+        return fit is not None and any(getattr(m, "expects_gradients", False) for m in modules)
+
     def before_update(self) -> bool:
         """Look for gradients of the update. Never a veto."""
-        if not self._is_over and self._seen != self._expected:
-            self._seen |= self._expected & self._accumulation.reducer.gradients().keys()
+        if self._fit is not None and not self._is_over and self._seen != self._expected:
+            self._seen |= self._expected & self._fit.accumulation.reducer.gradients().keys()
         return True
 
     def after_update(self, *, stepped: bool) -> None:
@@ -88,10 +95,12 @@ class TrainedParameters(StepParticipant):
             return
         listed = ", ".join(sorted(names)[:5])
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        raise ConfigError(
-            f"{len(names)} trained parameters had no gradient in the first {self._num_updates} "
-            f"optimizer steps: {listed}{more}. Nothing that the loss depends on reads them: their "
-            "layers are not called, something computes them otherwise, or a recomputed block has "
-            "no input that requires a gradient. Call these layers in the step, or set "
-            "requires_grad=False on parameters that are not to be trained."
+        self.judge.refuse(
+            ConfigError(
+                f"{len(names)} trained parameters had no gradient in the first {self._num_updates} "
+                f"optimizer steps: {listed}{more}. Nothing that the loss depends on reads them: "
+                "their layers are not called, something computes them otherwise, or a recomputed "
+                "block has no input that requires a gradient. Call these layers in the step, or "
+                "set requires_grad=False on parameters that are not to be trained."
+            )
         )

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_lightning.errors import PipelineError
 from megatron_lightning.pipeline.batch.microbatches import batch_size_of
-from megatron_lightning.strategies.step.items import count_items, num_items_of
+from megatron_lightning.step.items import count_items, num_items_of
 
 
 class StepRun:

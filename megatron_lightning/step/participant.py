@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from megatron_lightning.pipeline.executor import Observer
-from megatron_lightning.strategies.step.step_run import StepRun
+from megatron_lightning.step.step_run import StepRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,8 @@ class StepBatch:
     """Samples of a training batch on this rank."""
     begins_loop: bool = False
     """Whether this is the first batch of an epoch or of an evaluation: hooks have run."""
+    is_first: bool = False
+    """Whether this is the first batch of the step and DataLoader in the run."""
     compares: bool = False
     """Whether hooks have run and may have left different values on different ranks."""
 
@@ -135,6 +137,18 @@ class StepParticipant:
         """
         return nullcontext()
 
+    def user_code(self, where: str, number: int) -> AbstractContextManager[None]:
+        """Return the context of a hook of the user's, outside of steps.
+
+        Args:
+            where: Hook and class, for messages.
+            number: Number of the call, from 1.
+        """
+        return nullcontext()
+
+    def collective(self, name: str) -> None:
+        """Take note of a collective of all ranks that user code has asked the strategy for."""
+
     def follow_parameters(self) -> None:
         """Take note of newly trainable parameters, or of changed parameter groups."""
 
@@ -178,6 +192,10 @@ class Participants:
             participant.observer for participant in everybody if participant.observer is not None
         ]
         """Observers of the actions in a training pipeline run."""
+
+    def overrides(self, method: str) -> bool:
+        """Return whether a participant overrides a method."""
+        return bool(self._overriding[method])
 
     def begin_batch(self, batch: StepBatch) -> None:
         """See :meth:`StepParticipant.begin_batch`, as for all methods."""
@@ -270,6 +288,19 @@ class Participants:
             for participant in self._overriding["rehearsed"]:
                 contexts.enter_context(participant.rehearsed())
             yield
+
+    @contextmanager
+    def user_code(self, where: str, number: int) -> Iterator[None]:
+        """Around a hook of the user's."""
+        with ExitStack() as contexts:
+            for participant in self._overriding["user_code"]:
+                contexts.enter_context(participant.user_code(where, number))
+            yield
+
+    def collective(self, name: str) -> None:
+        """Follow a collective."""
+        for participant in self._overriding["collective"]:
+            participant.collective(name)
 
     def follow_parameters(self) -> None:
         """Follow other parameters."""

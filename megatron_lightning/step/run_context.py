@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.parallel.grid.context import ParallelContext
-from megatron_lightning.strategies.options import StrategyOptions
-from megatron_lightning.strategies.progress import Progress
+
+if TYPE_CHECKING:
+    from megatron_lightning.strategies.options import StrategyOptions
+    from megatron_lightning.strategies.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,20 +10,21 @@ and gradients between the tensor-parallel ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.plan_watch import uncompiled
 from megatron_lightning.assembly.rank_sums import DIFFERENT, RankSums
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.guards.guard import Fit, Guard
 from megatron_lightning.parallel.origin import is_library
 from megatron_lightning.parallel.shards.parameters import check_gradient_hooks
+from megatron_lightning.step.participant import StepBatch
+from megatron_lightning.step.run_context import RunContext
 
 _GRADIENTS = ("gradient of its input", "gradient of its output")
 # Attribute for the hooks of a module, and the tensors seen by the hooks after the module itself.
@@ -41,16 +42,16 @@ class _Key(NamedTuple):
     """``input`` or ``output``, or a gradient of either."""
 
 
-class HookWatch:
-    """Compare the tensors seen by hooks between the tensor-parallel ranks.
-
-    Args:
-        module: This rank's part of the LightningModule.
-        part: Description of the module's part.
-        context: Groups of this rank.
+class ModuleHooks(Guard):
+    """Compare the tensors seen by hooks between the tensor-parallel ranks, in the first batch after
+    the registration of a hook.
     """
 
-    def __init__(self, module: nn.Module, part: Part, context: ParallelContext) -> None:
+    sentence = "a hook of a module sees the shard of a rank where it expects the full tensor"
+
+    def __init__(self, scope: RunContext, fit: Fit | None = None) -> None:
+        super().__init__(scope, fit)
+        module, part, context = scope.module, scope.part, scope.context
         self._module = module
         self._sums = RankSums[_Key](context.tp, context.device)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -63,15 +64,25 @@ class HookWatch:
             if name in part.specs and part.specs[name].sharded_over
         ]
 
-    def begin(self) -> None:
+        scope.undo.callback(self._detach)
+
+    @classmethod
+    def applies(cls, scope: RunContext, fit: Fit | None) -> bool:
+        """Return whether ranks share matrices."""
+        return scope.context.tp.size > 1
+
+    def begin_batch(self, batch: StepBatch) -> None:
         """List the modules with new hooks, to compare after the next step.
 
         Raises:
             ShardingError: If a sharded parameter has a gradient hook.
         """
+        if not (batch.begins_loop or batch.compares):
+            return
         for name, parameter in self._sharded:
-            check_gradient_hooks(name, parameter)
-        self.detach()
+            with self.judge.judging():
+                check_gradient_hooks(name, parameter)
+        self._detach()
         for path, module in uncompiled(self._module):
             for kind, (attribute, _) in _KINDS.items():
                 hooks = getattr(module, attribute).items()
@@ -105,16 +116,29 @@ class HookWatch:
             if type(value) in {Tensor, nn.Parameter} and value.is_floating_point():
                 self._sums.add(key, value)
 
+    def rehearsed(self) -> AbstractContextManager[None]:
+        """Do not record."""
+        return self.repeated()
+
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Enclose forwards outside of the step."""
+    def repeated(self) -> Iterator[None]:
+        """Do not record."""
         was_paused, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
             self._is_paused = was_paused
 
-    def compare(self) -> None:
+    def after_backward(self) -> None:
+        """Compare the records of training."""
+        self._compare()
+
+    def end_batch(self, batch: StepBatch, output: Any) -> None:
+        """Compare the records of an evaluation."""
+        if not batch.trains:
+            self._compare()
+
+    def _compare(self) -> None:
         """Compare after the step. A collective of the tensor-parallel ranks if hooks are new.
 
         Raises:
@@ -126,18 +150,21 @@ class HookWatch:
         # Zeros are equal on all ranks: a layer of zeros is compared again when it has learned.
         for key, spread in spreads.items():
             self._seen -= self._numbers[key] if spread.norm == 0 else set()
-        self.detach()
+        self._detach()
         for key, spread in spreads.items():
             if spread.difference > DIFFERENT * spread.norm:
                 kind = type(self._module.get_submodule(key.path)).__name__
-                raise ShardingError(
-                    f"{key.path or 'the module'} ({kind}) has a hook, and the {key.side} differs "
-                    "between the tensor-parallel ranks: the hook sees the shard of a rank, where "
-                    "it expects the full tensor. Register the hook on a module around it whose "
-                    "input and output are full, or leave these layers out of the sharding plan."
+                self.judge.refuse(
+                    ShardingError(
+                        f"{key.path or 'the module'} ({kind}) has a hook, and the {key.side} "
+                        "differs between the tensor-parallel ranks: the hook sees the shard of a "
+                        "rank, where it expects the full tensor. Register the hook on a module "
+                        "around it whose input and output are full, or leave these layers out of "
+                        "the sharding plan."
+                    )
                 )
 
-    def detach(self) -> None:
+    def _detach(self) -> None:
         """Compare no longer."""
         for handle in self._handles:
             handle.remove()

@@ -1,0 +1,1 @@
+"""Guards: what looks for mistakes of the user's code that training would not show."""

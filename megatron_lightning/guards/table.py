@@ -1,0 +1,57 @@
+"""All guards, in the order in which a step asks them. A new guard is a file and a line here, and a
+name in ``config.training.GUARDS``.
+"""
+
+from __future__ import annotations
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.guards.guard import Fit, Guard
+from megatron_lightning.guards.hook_draws import HookDraws
+from megatron_lightning.guards.module_hooks import ModuleHooks
+from megatron_lightning.guards.rank_agreement import RankAgreement
+from megatron_lightning.guards.same_batches import SameBatches
+from megatron_lightning.guards.step_hints import StepHints
+from megatron_lightning.guards.trained_parameters import TrainedParameters
+from megatron_lightning.guards.world_collectives import WorldCollectives
+from megatron_lightning.step.run_context import RunContext
+
+TABLE: tuple[type[Guard], ...] = (
+    SameBatches,
+    WorldCollectives,
+    RankAgreement,
+    StepHints,
+    ModuleHooks,
+    HookDraws,
+    TrainedParameters,
+)
+
+
+def make_guards(scope: RunContext, fit: Fit | None) -> list[Guard]:
+    """Return the guards of a run. A collective.
+
+    Raises:
+        ConfigError: If ranks have different guards. Messages of the last stage would be
+            misunderstood.
+    """
+    options = scope.options.guards
+    kinds = [kind for kind in TABLE if kind.is_on(options) and kind.applies(scope, fit)]
+    names = [kind.title() for kind in kinds]
+    by_rank = scope.context.axis("world").all_gather_object(names)
+    for rank, others in enumerate(by_rank):
+        if others != names:
+            differing = ", ".join(sorted(set(others) ^ set(names)))
+            raise ConfigError(
+                f"rank {rank} has other guards than rank {scope.context.rank}: {differing}. "
+                "Guards compare ranks, so that all ranks need the same. Set guards of "
+                "MegatronStrategy to the same value on all ranks."
+            )
+    return [kind(scope, fit) for kind in kinds]
+
+
+def describe() -> str:
+    """Return the table of ``docs/differences.md``, one row a guard, by name."""
+    rows = ["| guard | finding | with `warn` |", "|---|---|---|"]
+    for kind in sorted(TABLE, key=lambda kind: kind.title()):
+        response = "warns" if kind.may_warn else "refuses"
+        rows.append(f"| `{kind.title()}` | {kind.sentence} | {response} |")
+    return "\n".join(rows)

@@ -1,0 +1,1 @@
+"""Protocol of a step: participants, windows onto user code, and a run of the step."""
