@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
@@ -245,6 +245,23 @@ def open_checkpoint(
     return together(group, f"opening {path}", build)
 
 
+def _no_manifest(path: str | os.PathLike[str], names: Collection[str]) -> CheckpointError:
+    """Return the error of a folder that is no complete checkpoint."""
+    for file, kind, command in (
+        ("adapter_config.json", "a folder of peft", "adapters import"),
+        ("config.json", "a Hugging Face folder", "convert import"),
+    ):
+        if file in names:
+            return CheckpointError(
+                f"{path} is {kind} (it has {file}), and no checkpoint of this package. Name a "
+                f"checkpoint, or make one by `megatron-lightning {command}`."
+            )
+    return CheckpointError(
+        f"{path} has no {MANIFEST}: its save was never completed, or it is not a checkpoint of "
+        "this package. Resume from another checkpoint."
+    )
+
+
 def _read_directory(
     path: str | os.PathLike[str], parsed: list[Manifest]
 ) -> tuple[bytes, bytes] | None:
@@ -258,10 +275,7 @@ def _read_directory(
     if not sizes and (is_remote(path) or not local_path(path).exists()):
         return _MISSING
     if MANIFEST not in sizes:
-        raise CheckpointError(
-            f"{path} has no {MANIFEST}: its save was never completed, or it is not a checkpoint of "
-            "this package. Resume from another checkpoint."
-        )
+        raise _no_manifest(path, sizes)
     text = manifest_text(folder, sizes[MANIFEST])
     try:
         manifest = Manifest.loads(text)

@@ -91,6 +91,24 @@ class SupervisedOptions:
             )
 
 
+def _check_characters(piece: Rendered | Tokens) -> None:
+    """Refuse a text with half of a character, which tokenizers do not take.
+
+    Raises:
+        DataError: If there is one. JSON names characters beyond U+FFFF by two halves.
+    """
+    try:
+        if isinstance(piece, Rendered):
+            piece.text.encode()
+    except UnicodeEncodeError as error:
+        half = ord(piece.text[error.start])
+        raise DataError(
+            f"{piece.where}: the text has half of a character (U+{half:04X}), for instance of an "
+            "emoji cut in two, which tokenizers do not take; write the character in full, or "
+            "remove it"
+        ) from error
+
+
 class Encoder:
     """Makes documents of rows.
 
@@ -173,7 +191,10 @@ class Encoder:
         try:
             if row.error is not None:
                 raise row.error
-            return list(self._pieces(row))
+            pieces = list(self._pieces(row))
+            for piece in pieces:
+                _check_characters(piece)
+            return pieces
         except DataError as error:
             self.counts[BROKEN] += 1
             if len(self._broken) < _SHOWN:

@@ -10,12 +10,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from megatron_lightning.data.rows.sources import Row, without_missing
 from megatron_lightning.errors import DataError
 
-PARSER_VERSION = 4
+PARSER_VERSION = 5
 """Part of the name of cached documents. A change in the rows accepted here, or in the content
 returned for a row, raises the version: a cached file is not parsed again."""
 ASSISTANT = "assistant"
@@ -24,6 +25,7 @@ _ROLES: Mapping[str, str] = {
     "human": "user",
     "user": "user",
     "gpt": ASSISTANT,
+    "ai": ASSISTANT,
     "assistant": ASSISTANT,
     "chatgpt": ASSISTANT,
     "model": ASSISTANT,
@@ -143,12 +145,12 @@ def _check_message(row: Row, index: int, message: Mapping[str, Any]) -> None:
     """Refuse a message that would be rendered as an empty one, or by a role of ShareGPT.
 
     Raises:
-        DataError: If the message has no content, or the role is another word for user or
-            assistant.
+        DataError: If the message has no content, or the role is another word or spelling for user
+            or assistant, or has capitals or white space beside a known role.
     """
     role = message["role"]
-    meant = _ROLES.get(role, role)
-    if meant != role and meant in ("user", ASSISTANT):
+    meant = _meant_role(role)
+    if meant != role and (meant in ("user", ASSISTANT) or meant == role.strip().lower()):
         raise DataError(
             f"{row.where}: message {index} has the role {role!r}, which templates do not know and "
             f"which has no loss; write {meant!r}"
@@ -160,6 +162,18 @@ def _check_message(row: Row, index: int, message: Mapping[str, Any]) -> None:
             f"{row.where}: message {index} of the role {role!r} has no content, but the keys "
             f"{sorted(message)}; write its text as content"
         )
+
+
+def _meant_role(role: str) -> str:
+    """Return OpenAI's role for another word or spelling. An unknown role may be the template's
+    own.
+    """
+    plain = role.strip().lower()
+    known = _ROLES.get(plain)
+    if known is None and plain in SYSTEM_ROLES:
+        known = plain
+    misspelled = get_close_matches(plain, ("user", ASSISTANT), n=1, cutoff=0.85)
+    return known or next(iter(misspelled), role)
 
 
 def _counts(row: Row, index: int, message: Mapping[str, Any]) -> bool:

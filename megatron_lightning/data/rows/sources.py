@@ -12,7 +12,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from megatron_lightning.data.text.formats import ROW_SUFFIXES, Kind, format_of, opened, without_bom
@@ -38,6 +38,8 @@ class Row:
 def source_files(path: str) -> list[str]:
     """Return the files named by ``path``, in order. Empty: ``path`` may be the name of a data set.
 
+    A folder or a pattern names no hidden file, such as the ``._rows.jsonl`` beside a file of macOS.
+
     Raises:
         ConfigError: If the store of a URL is unknown.
         DataError: If a folder or a pattern has no readable file.
@@ -54,6 +56,8 @@ def source_files(path: str) -> list[str]:
         files = sorted(name for name in names if format_of(name).kind != "text")
     else:
         return [path] if system.exists(path_inside) else []
+    if not PurePosixPath(path_inside).name.startswith("."):
+        files = [name for name in files if not PurePosixPath(name).name.startswith(".")]
     if not files:
         raise DataError(
             f"{path}: there is no file to read. Set it to files that end in "

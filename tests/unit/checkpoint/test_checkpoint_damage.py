@@ -108,6 +108,10 @@ def test_incomplete_and_absent_directories_are_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "a")
     with pytest.raises(CheckpointError, match="Checkpoint file not found"):
         open_checkpoint(tmp_path / "b")
+    for name, command in (("config.json", "convert"), ("adapter_config.json", "adapters")):
+        (tmp_path / "a" / name).write_text("{}")
+        with pytest.raises(CheckpointError, match=rf"it has {name}.*-lightning {command} "):
+            open_checkpoint(tmp_path / "a")
 
 
 @pytest.mark.parametrize(

@@ -377,6 +377,18 @@ WRONG: dict[str, tuple[Any, str]] = {
         {"messages": [TWO[0], {"role": "bot", "content": "a"}]},
         "message 1 has the role 'bot', .* write 'assistant'",
     ),
+    "a role with a capital": (
+        {"messages": [TWO[0], TWO[1], TWO[0], {"role": "Assistant", "content": "a"}]},
+        "message 3 has the role 'Assistant', .* write 'assistant'",
+    ),
+    "a misspelled role": (
+        {"messages": [TWO[0], TWO[1], TWO[0], {"role": "asistant", "content": "a"}]},
+        "message 3 has the role 'asistant', .* write 'assistant'",
+    ),
+    "a system role with white space": (
+        {"messages": [{"role": "System ", "content": "a"}, *TWO]},
+        "message 0 has the role 'System ', .* write 'system'",
+    ),
     "a fraction": (
         {"messages": [TWO[0], {**TWO[1], "weight": 0.5}]}, "message 1 has weight=0.5",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
 from megatron_lightning.data.rows import document_cache, sources
 from megatron_lightning.data.rows.document_cache import DocumentCache
 from megatron_lightning.data.rows.row_report import warning_of
-from megatron_lightning.data.rows.sources import read_rows
+from megatron_lightning.data.rows.sources import read_rows, source_files
 from megatron_lightning.data.text.corpus import read_records
 from megatron_lightning.data.text.formats import FileFormat, format_of
 from megatron_lightning.errors import DataError
@@ -163,6 +164,27 @@ def test_broken_entries_of_lists_and_tables_are_left_out(tmp_path: Path) -> None
     (tmp_path / "c.jsonl").write_text('{\n "text": "a"\n}\n')
     with pytest.raises(DataError, match="3 of 3 rows cannot be used"):
         list(_encoder(bad_rows="skip").documents(read_rows(str(tmp_path / "c.jsonl"))))
+
+
+def test_half_of_a_character_is_a_broken_row(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    rows = [{"messages": _chat("Yes")}, {"messages": _chat("\ud83d")}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"jsonl:2: the text has half of a character \(U\+D83D\)"):
+        list(_encoder().documents(read_rows(str(path))))
+    encoder = _encoder(bad_rows="skip")
+    assert len(list(encoder.documents(read_rows(str(path))))) == 1
+    assert encoder.counts["rows left out as broken"] == 1
+
+
+@pytest.mark.parametrize("pattern", ["", "/*.jsonl"])
+def test_hidden_files_of_a_folder_are_no_data(tmp_path: Path, pattern: str) -> None:
+    for name in ("a.jsonl", "._a.jsonl"):
+        write_rows(tmp_path / name, [{"messages": _chat("Yes")}])
+    [file] = source_files(f"{tmp_path}{pattern}")
+    assert Path(file).name == "a.jsonl"
+    [hidden] = source_files(f"{tmp_path}/.*.jsonl")
+    assert Path(hidden).name == "._a.jsonl"
 
 
 def test_a_conversation_that_begins_with_an_answer_says_so(tmp_path: Path) -> None:
