@@ -37,7 +37,8 @@ from benchmarks.statistics import Ratio, ratio_of_medians
 from megatron_lightning.layers.attention.sequence_info import Documents, SequenceInfo
 from megatron_lightning.layers.context.backends import BACKENDS
 from megatron_lightning.layers.context.blocks import visible_blocks
-from megatron_lightning.layers.context.kernels import Inputs, Output, kernel_for
+from megatron_lightning.layers.context.kernel_choice import kernel_for
+from megatron_lightning.layers.context.kernels import Inputs, Output
 from megatron_lightning.layers.context.local import LocalAttention
 from megatron_lightning.layers.context.merged import Merged, Sharing
 from megatron_lightning.parallel import ParallelContext, ParallelLayout

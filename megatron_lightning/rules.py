@@ -4,17 +4,16 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import gcd, lcm, prod
 from typing import TYPE_CHECKING
 
 from megatron_lightning.config import (
-    AttentionBackend,
     ContextOptions,
     DataParallelOptions,
     PipelineOptions,
     TransformerConfig,
 )
+from megatron_lightning.config.attention_kernels import choose_kernel, kernel_form
 from megatron_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -303,13 +302,11 @@ def check_cp_comm_heads(
             )
 
 
-_KERNELS: Mapping[str, tuple[AttentionBackend, ...]] = {
-    "cpu": ("flash", "math"),
-    "cuda": ("flash", "cudnn", "efficient", "math"),
-}
-_HALF_ONLY: tuple[AttentionBackend, ...] = ("flash", "cudnn")
-"""GPU kernels without fp32 support."""
-_WIDE = ("None", "32", "32-true", "64", "64-true")
+def attention_dtype(precision: str | int | None) -> str:
+    """Return torch's name for the dtype of queries and keys under a precision of the Trainer."""
+    dtypes = {"bf16": "bfloat16", "16": "float16", "64": "float64"}
+    name = str(precision)
+    return next((dtype for key, dtype in dtypes.items() if name.startswith(key)), "float32")
 
 
 def check_attention_backend(
@@ -318,6 +315,7 @@ def check_attention_backend(
     *,
     device: str,
     precision: str | int | None,
+    training: bool = True,
 ) -> None:
     """Check that a device has the model's attention kernels, and that the kernels support the
     options. torch checks the rest.
@@ -327,34 +325,9 @@ def check_attention_backend(
         num_context_ranks: Ranks of a sequence.
         device: Type of the device. Only CPUs and CUDA are checked.
         precision: Precision of the Trainer.
+        training: Whether gradients are computed.
     """
-    backend, kernels = config.attention_backend, _KERNELS.get(device, ())
-    if backend == "auto" or not kernels:
-        return
-    is_wide = config.attention_softmax_in_fp32 or str(precision) in _WIDE
-    reasons: dict[AttentionBackend, str] = {}
-    if device == "cpu":
-        reasons["cudnn"] = reasons["efficient"] = "is a kernel of GPUs, and this is a CPU"
-        if config.attention_dropout:
-            reasons["flash"] = (
-                f"drops no weights on a CPU, and attention_dropout is {config.attention_dropout}"
-            )
-    if device == "cuda" and is_wide:
-        reasons = dict.fromkeys(
-            _HALF_ONLY,
-            "takes bf16 and fp16 only on GPUs, and attention is computed in fp32 (precision="
-            f"{precision}, attention_softmax_in_fp32={config.attention_softmax_in_fp32})",
-        )
-    if config.window_size is not None or config.num_sinks or num_context_ranks > 1:
-        reasons["cudnn"] = (
-            "has no form for blocks, in which attention is computed with window_size="
-            f"{config.window_size}, softmax_type={config.softmax_type} and context_parallel_size="
-            f"{num_context_ranks}"
-        )
-    if device == "cuda" and config.window_size is not None:
-        reasons["flash"] = f"takes no mask, as window_size={config.window_size} needs at its edge"
-    if backend in reasons:
-        works = [name for name in ("auto", *kernels) if name not in reasons]
-        raise ConfigError(
-            f"attention_backend={backend} {reasons[backend]}. Set it to {' or '.join(works)}."
-        )
+    if device in ("cpu", "cuda"):
+        dtype = attention_dtype(precision)
+        form = kernel_form(config, num_context_ranks, device=device, dtype=dtype, trained=training)
+        choose_kernel(config.attention_backend, form)

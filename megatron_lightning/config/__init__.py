@@ -2,6 +2,7 @@
 torch here.
 """
 
+from megatron_lightning.config.attention_kernels import AttentionBackend
 from megatron_lightning.config.delta_net import DeltaNetConfig
 from megatron_lightning.config.latent_attention import LatentAttentionConfig
 from megatron_lightning.config.mamba import MambaConfig
@@ -30,7 +31,6 @@ from megatron_lightning.config.training import (
 )
 from megatron_lightning.config.transformer import (
     Activation,
-    AttentionBackend,
     Normalization,
     PositionEmbedding,
     TransformerConfig,

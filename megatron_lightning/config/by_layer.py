@@ -73,7 +73,7 @@ def check_windows(config: TransformerConfig) -> None:
     """Check the window and the layers with a window.
 
     Raises:
-        ConfigError: If a value is wrong, or dropout is combined with a window.
+        ConfigError: If a value is wrong.
     """
     window = config.window_size
     if window is None:
@@ -87,11 +87,6 @@ def check_windows(config: TransformerConfig) -> None:
         raise ConfigError(
             f"window_size is {window}; a position sees itself and some before it. Set it to "
             "(positions before, 0), or leave it unset."
-        )
-    if config.attention_dropout:
-        raise ConfigError(
-            f"window_size={window} and attention_dropout={config.attention_dropout} cannot be "
-            "combined. Set attention_dropout to 0."
         )
     _check_layers(config, "window_attn_skip_freq", "(window) or 0 (all positions)")
 

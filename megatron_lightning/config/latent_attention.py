@@ -1,4 +1,4 @@
-"""Sizes of multi-head latent attention (https://arxiv.org/abs/2405.04434, section 2.1).
+"""Sizes and checks of multi-head latent attention (https://arxiv.org/abs/2405.04434, section 2.1).
 
 Names follow Megatron-Core's ``MLATransformerConfig``. DeepSeek's checkpoints use other names:
 ``qk_head_dim`` is DeepSeek's ``qk_nope_head_dim``, and ``qk_pos_emb_head_dim`` DeepSeek's
@@ -8,9 +8,13 @@ Names follow Megatron-Core's ``MLATransformerConfig``. DeepSeek's checkpoints us
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_lightning.config.transformer import TransformerConfig
 
 _COUNTS = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
@@ -58,3 +62,46 @@ class LatentAttentionConfig:
         latent = (hidden_size + keys_and_values + norms) * self.kv_lora_rank
         shared_key = hidden_size * self.qk_pos_emb_head_dim
         return queries + latent + shared_key + num_heads * self.v_head_dim * hidden_size
+
+
+def check_latent_attention(config: TransformerConfig) -> None:
+    """Check that no option contradicts latent attention.
+
+    Raises:
+        ConfigError: Naming the values and the fix.
+    """
+    if config.mla is None:
+        return
+    heads = config.num_attention_heads
+    if config.num_query_groups not in (None, heads):
+        raise ConfigError(
+            f"num_query_groups={config.num_query_groups} with mla: each of the "
+            f"num_attention_heads={heads} has a key and a value of its own, from the latent. "
+            "Leave num_query_groups out."
+        )
+    if config.position_embedding_type != "rope":
+        raise ConfigError(
+            f"position_embedding_type={config.position_embedding_type} with mla: its "
+            f"qk_pos_emb_head_dim={config.mla.qk_pos_emb_head_dim} channels are for rotary "
+            "positions. Set position_embedding_type to rope."
+        )
+    unused_options = {
+        "kv_channels": (None, "mla has sizes for heads, qk_head_dim and v_head_dim"),
+        "rotary_percent": (1.0, "mla.qk_pos_emb_head_dim channels of a head are rotated"),
+        "add_qkv_bias": (False, "there is no linear_qkv"),
+        "qk_layernorm_per_head": (True, "latents are not divided into heads"),
+        "attention_output_gate": (False, "latent attention has no gates in any model so far"),
+        "softmax_type": ("vanilla", "latents have no sinks in any model so far"),
+        "attn_logit_softcapping": (None, "scores of latents are capped in no model so far"),
+        "softmax_scale": (None, "scores are scaled by the size of a head and rope_scaling"),
+        "add_bias_linear": (
+            False,
+            "Megatron-Core's projections to latents and heads have no bias, and DeepSeek's "
+            "may have one",
+        ),
+    }
+    for name, (expected, reason) in unused_options.items():
+        if getattr(config, name) != expected:
+            raise ConfigError(
+                f"{name}={getattr(config, name)} with mla: {reason}. Leave {name} out."
+            )

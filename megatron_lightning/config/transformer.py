@@ -11,12 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, asdict, dataclass
 from typing import Literal, get_args
 
-from megatron_lightning.config.attention_checks import (
-    check_head_norms,
-    check_heads,
-    check_latent_attention,
-    check_scores,
-)
+from megatron_lightning.config.attention_kernels import AttentionBackend, check_scores
 from megatron_lightning.config.by_layer import (
     check_delta_net,
     check_rotary,
@@ -30,7 +25,10 @@ from megatron_lightning.config.hybrid_pattern import (
     parse_hybrid_pattern,
     refuse_ratios,
 )
-from megatron_lightning.config.latent_attention import LatentAttentionConfig
+from megatron_lightning.config.latent_attention import (
+    LatentAttentionConfig,
+    check_latent_attention,
+)
 from megatron_lightning.config.layer_kinds import (
     GROUPS,
     SINGLE_MIXER_KINDS,
@@ -43,6 +41,8 @@ from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.config.rope_scaling import RopeScaling
 from megatron_lightning.config.transformer_checks import (
     check_activation,
+    check_head_norms,
+    check_heads,
     check_numbers,
     check_residual_stream,
     restore_group,
@@ -57,7 +57,6 @@ Activation = Literal[
     "squared_relu",
 ]  # fmt: skip
 SoftmaxType = Literal["vanilla", "learnable"]
-AttentionBackend = Literal["auto", "flash", "cudnn", "efficient", "math"]
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "normalization": get_args(Normalization),
@@ -164,8 +163,9 @@ class TransformerConfig:
     """Compute attention scores, softmax and context in fp32. torch's fused kernels already sum the
     softmax in fp32."""
     attention_backend: AttentionBackend = "auto"
-    """Kernels of attention, by torch's names. auto lets torch choose among the kernels for the
-    inputs. Any other kernel is used or refused. A CPU has flash and math."""
+    """Kernels of attention: flash, cudnn, efficient and math by torch's names, chunked (plain
+    products in chunks, a reference) or flex (torch's FlexAttention, which trains on GPUs only).
+    auto is the first that supports the inputs. Any other kernel is used or refused."""
     softmax_scale: float | None = None
     """Factor of attention scores before the softmax. None: kv_channels^-1/2."""
     softmax_type: SoftmaxType = "vanilla"

@@ -1,5 +1,5 @@
-"""Checks of numbers, activation and residual stream of a transformer, and groups of options from
-checkpoints. No torch here.
+"""Checks of numbers, heads, activation and residual stream of a transformer, and groups of options
+from checkpoints. No torch here.
 """
 
 from __future__ import annotations
@@ -101,4 +101,55 @@ def restore_group(config: TransformerConfig, name: str, kind: type[Any]) -> None
         raise ConfigError(
             f"{name} is {group!r}, which describes no {kind.__name__}. Set it to one, or leave "
             "it out."
+        )
+
+
+def check_heads(config: TransformerConfig) -> None:
+    """Check the number and the size of heads.
+
+    Raises:
+        ConfigError: Naming the values and the fix.
+    """
+    heads, groups = config.num_attention_heads, config.query_groups
+    if config.mla is None and config.kv_channels is None and config.hidden_size % heads:
+        raise ConfigError(
+            f"hidden_size={config.hidden_size} is not divisible by num_attention_heads={heads}, "
+            "so a head has no size. Set kv_channels, or a hidden_size that is a multiple of "
+            "the heads."
+        )
+    if heads % groups:
+        raise ConfigError(
+            f"num_attention_heads={heads} is not divisible by num_query_groups={groups}; each "
+            "key/value head serves equally many query heads. Set num_query_groups to a "
+            "divisor of the heads."
+        )
+    if config.position_embedding_type == "rope" and (
+        config.rotary_dim < 2 or config.rotary_dim % 2
+    ):
+        raise ConfigError(
+            f"rotary_percent={config.rotary_percent} of kv_channels={config.head_dim} rotates "
+            f"{config.rotary_dim} channels; rotation works on pairs within a head. Set both so "
+            "that the product is even, and at most kv_channels."
+        )
+    if config.rotary_percent > 1.0:
+        raise ConfigError(
+            f"rotary_percent is {config.rotary_percent}; a head has no more to rotate. Set it to "
+            "at most 1."
+        )
+
+
+def check_head_norms(config: TransformerConfig) -> None:
+    """Check norms over all heads.
+
+    Raises:
+        ConfigError: Naming the values and the fix.
+    """
+    if config.qk_layernorm_per_head:
+        return
+    if not config.qk_layernorm or config.normalization != "RMSNorm":
+        raise ConfigError(
+            f"qk_layernorm_per_head=False with qk_layernorm={config.qk_layernorm} and "
+            f"normalization={config.normalization}: norms over all heads are RMSNorms of queries "
+            "and keys. Set qk_layernorm to True and normalization to RMSNorm, or leave "
+            "qk_layernorm_per_head out."
         )

@@ -4,19 +4,23 @@ cannot compute the attention.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config.attention_kernels import choose_kernel
 from megatron_lightning.layers.attention.attention_backend import chosen_backend
 from megatron_lightning.layers.attention.self_attention import CoreAttention
-from megatron_lightning.layers.context.kernels import kernel_for
+from megatron_lightning.layers.context.kernel_choice import kernel_for
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.grid.context import ParallelContext
-from megatron_lightning.rules import check_attention_backend
+from megatron_lightning.rules import attention_dtype, check_attention_backend
 
 _LENGTH = 128  # of sequences in the question to torch
 
@@ -38,6 +42,7 @@ def check_named_backend(
         num_context_ranks,
         device=trainer.strategy.root_device.type,
         precision=getattr(trainer.strategy.precision_plugin, "precision", None),
+        training=trainer.state.fn == TrainerFn.FITTING,
     )
 
 
@@ -55,7 +60,7 @@ def report_attention(
     Raises:
         ConfigError: If torch lacks the named kernels for the layers.
     """
-    dtype, device = _dtype(precision), context.device
+    dtype, device = attention_dtype(precision.precision), context.device
     configs = {
         core: model.config
         for model in module.modules()
@@ -70,12 +75,25 @@ def report_attention(
         if core.engine is not None and core.backend == "auto" and core.has_plain_scores:
             descriptions["by Transformer Engine"] = None
         elif core.cp_comm is not None or core.in_blocks:
-            kernel = kernel_for(device, core.backend, core.softcap).name
-            descriptions[f"in blocks by {kernel} (attention_backend={core.backend})"] = None
+            form = core.kernel_form()
+            form = replace(
+                form,
+                device=device.type,
+                dtype="float32" if core.in_fp32 else dtype,
+                trained=training,
+                dropout=form.dropout if training else 0.0,
+            )
+            # Blocks at the edge of a window may have another kernel than the layer's first choice.
+            kernel = choose_kernel(core.backend, form)
+            by = "by FlexAttention"
+            if kernel != "flex":
+                by = f"in blocks by {kernel_for(device, core.backend, core.softcap).name}"
+            descriptions[f"{by} (attention_backend={core.backend})"] = None
         elif config is not None:
             # torch chooses a kernel by shape and dtype: it is asked with tensors like those of the
             # step.
-            q, k, v = _inputs(config, context, torch.float32 if core.in_fp32 else dtype)
+            scores = "float32" if core.in_fp32 else dtype
+            q, k, v = _inputs(config, context, getattr(torch, scores))
             dropout = core.dropout.p if training else 0.0
             chosen = chosen_backend(
                 *(x.requires_grad_(training) for x in (q, k, v)),
@@ -105,10 +123,3 @@ def _inputs(
         torch.empty(length, 1, number, size, dtype=dtype, device=context.device).permute(1, 2, 0, 3)
         for number in (heads, groups, groups)
     ]
-
-
-def _dtype(precision: Precision) -> torch.dtype:
-    """Return the dtype of queries and keys under a precision of the Trainer."""
-    name = str(precision.precision)
-    dtypes = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
-    return next((dtype for key, dtype in dtypes.items() if name.startswith(key)), torch.float32)

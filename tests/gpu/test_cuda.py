@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from megatron_lightning.config import RecomputeOptions, TransformerConfig
+from megatron_lightning.config.attention_kernels import KERNELS
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers import (
     CoreAttention,
@@ -31,6 +32,7 @@ from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSp
 from megatron_lightning.parallel.random.rng import RngStreams
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from megatron_lightning.strategies.step.loaders.transfer import BatchCopies
+from tests.helpers.attention_forms import complaint, forms
 
 pytestmark = [
     pytest.mark.gpu,
@@ -363,6 +365,16 @@ def test_kernels_of_attention_agree_with_fp32_on_the_cpu(backend: Any) -> None:
     pairs = [(found, expected), *((x.grad, y.grad) for x, y in zip(copies, (q, k, v), strict=True))]
     for got, full in pairs:
         assert (got.cpu().float() - full).norm() <= 2e-2 * full.norm()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_rows_of_the_table_of_attention_are_true(name: Any) -> None:
+    """bf16 against fp64: 3e-2; a GPU without the kernel refuses it in words."""
+    found = (complaint(name, form, 3e-2) for form in forms("cuda", "bfloat16"))
+    first = next((text for text in found if text), None)
+    if first is not None and "torch has no such kernel" in first:
+        pytest.skip(first)
+    assert first is None
 
 
 @pytest.mark.parametrize("backend", ["flash", "efficient", "math"])

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron_lightning.layers.context.blocks import Block
-from megatron_lightning.layers.context.kernels import Inputs, Output, kernel_for
+from megatron_lightning.layers.context.kernel_choice import kernel_for
+from megatron_lightning.layers.context.kernels import Inputs, Output
 
 pytestmark = [
     pytest.mark.gpu,

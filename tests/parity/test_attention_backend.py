@@ -9,14 +9,17 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from torch.utils.data import DataLoader
 
 from megatron_lightning.config import CompileOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE, losses_of, small_gpt
+from tests.helpers.layouts import token_rows
 from tests.helpers.messages import printed_lines
 from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import trainer
 from tests.parity.test_compiled import PP, TP, _Graphs
 
 CP = "context_parallel_size"
@@ -40,7 +43,7 @@ def _train(strategy: dict[str, Any], model: dict[str, Any]) -> Any:
 def _compare(strategy: dict[str, Any], model: dict[str, Any]) -> list[Any]:
     return [
         _train(strategy, {**model, "attention_backend": backend})
-        for backend in ("auto", "flash", "math")
+        for backend in ("auto", "flash", "math", "chunked")
     ]
 
 
@@ -71,7 +74,7 @@ def test_backends_train_alike(world: int, strategy: dict[str, Any], model: dict[
         (losses, norms, val), _, (num_graphs, breaks) = auto
         assert not breaks
         for backend, ((its_losses, its_norms, its_val), said, graphs) in zip(
-            ("flash", "math"), named, strict=True
+            ("flash", "math", "chunked"), named, strict=True
         ):
             assert its_losses == pytest.approx(losses, rel=1e-6)
             assert its_val == pytest.approx(val, rel=1e-6)
@@ -85,3 +88,24 @@ def test_a_trainer_refuses_kernels_before_it_starts() -> None:
     module = GPTLightningModule(small_gpt(2, dropout=0.1, attention_backend="flash"))
     with pytest.raises(ConfigError, match=r"attention_dropout is 0\.1"):
         losses_of(module, MegatronStrategy(), [])
+    flex = GPTLightningModule(small_gpt(2, attention_backend="flex"))
+    with pytest.raises(ConfigError, match=r"flex has no backward on a CPU.* auto or flash or math"):
+        losses_of(flex, MegatronStrategy(), [])
+
+
+def _validated(backend: Any) -> tuple[float, list[str]]:
+    pl.seed_everything(3, verbose=False)
+    module = GPTLightningModule(
+        small_gpt(2, attention_backend=backend, window_size=(5, 0), attn_logit_softcapping=5.0)
+    )
+    loader = DataLoader(token_rows(4, 16, module.config.vocab_size), batch_size=2)
+    with printed_lines() as lines:
+        [logged] = trainer(MegatronStrategy()).validate(module, loader, verbose=False)
+    return logged["val_loss"], [line for line in lines if "attention runs" in line]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_evaluates_on_a_cpu() -> None:
+    (expected, _), (found, said) = _validated("math"), _validated("flex")
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert len(said) == 1 and "by FlexAttention (attention_backend=flex)" in said[0]

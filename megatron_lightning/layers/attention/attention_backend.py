@@ -20,12 +20,13 @@ from megatron_lightning import compat
 from megatron_lightning.config import AttentionBackend
 from megatron_lightning.errors import ConfigError
 
-_KERNELS: Mapping[AttentionBackend, SDPBackend] = {
+_TORCHS: Mapping[AttentionBackend, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+"""Kernels of the table in ``config/attention_kernels.py`` that torch's function runs."""
 KeyMask = Tensor | Literal["causal"] | None
 """Visible keys of each query: [s, t] booleans. "causal": as many keys as queries, and no later key
 is visible. None: all keys.
@@ -56,7 +57,7 @@ def attend(
     if backend == "auto":
         return F.scaled_dot_product_attention(q, k, v, **arguments, enable_gqa=grouped)
     try:
-        with sdpa_kernel(_KERNELS[backend]):
+        with sdpa_kernel(_TORCHS[backend]):
             return F.scaled_dot_product_attention(q, k, v, **arguments, enable_gqa=grouped)
     except RuntimeError as error:
         if _NO_KERNEL.search(str(error)):
@@ -158,7 +159,7 @@ def chosen_backend(
     chosen, reasons = _choice(q, k, v, backend, arguments)
     if chosen is not None or backend == "auto":
         return chosen or "default"
-    alternatives = [name for name in _KERNELS if _choice(q, k, v, name, arguments)[0] is not None]
+    alternatives = [name for name in _TORCHS if _choice(q, k, v, name, arguments)[0] is not None]
     dtype = str(q.dtype).removeprefix("torch.")
     raise ConfigError(
         f"attention_backend is {backend!r}, and torch has no such kernel for {q.shape[1]} query "
@@ -173,7 +174,7 @@ def _choice(
 ) -> tuple[str | None, list[str]]:
     """Return the kernels chosen by torch, or None if there are none, and torch's reasons."""
     only: AbstractContextManager[None] = (
-        nullcontext() if backend == "auto" else sdpa_kernel(_KERNELS[backend])
+        nullcontext() if backend == "auto" else sdpa_kernel(_TORCHS[backend])
     )
     with warnings.catch_warnings(record=True) as caught, only:
         warnings.simplefilter("always")
@@ -183,5 +184,5 @@ def _choice(
             said = [_ORIGIN.sub("", str(warning.message)) for warning in caught]
             reasons = [text for text in dict.fromkeys(said) if not _NO_REASON.search(text)]
             return None, reasons or [str(error)]
-    names = {kernel.value: name for name, kernel in _KERNELS.items()}
+    names = {kernel.value: name for name, kernel in _TORCHS.items()}
     return names.get(number, "default"), []

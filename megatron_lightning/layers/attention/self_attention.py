@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lightning.config import AttentionBackend, TransformerConfig
+from megatron_lightning.config.attention_kernels import KERNELS, KernelForm, choose_kernel
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.attention.attention_backend import attend
 from megatron_lightning.layers.attention.rotary import (
@@ -69,6 +70,8 @@ class CoreAttention(SequenceMixer):
         self.softcap = softcap
         self.cp_comm: ContextBackend | None = None
         """Attention over the ranks that share a sequence. None: every rank has full sequences."""
+        self.num_context_ranks = 1
+        """Ranks that share a sequence."""
         self.cp_comm_type: str | None = None
         """Communication of :attr:`cp_comm`: p2p, all_gather, a2a or a2a+p2p."""
 
@@ -84,8 +87,11 @@ class CoreAttention(SequenceMixer):
 
     @property
     def in_blocks(self) -> bool:
-        """Whether blocks compute attention: torch's function has no windows, caps and sinks."""
-        return self.window is not None or not self.has_plain_scores
+        """Whether torch's function cannot compute the attention: it has no windows, caps and sinks,
+        and some kernels are not among its own.
+        """
+        is_torchs = self.backend == "auto" or KERNELS[self.backend].by_torch
+        return self.window is not None or not self.has_plain_scores or not is_torchs
 
     def forward(
         self,
@@ -219,13 +225,24 @@ class CoreAttention(SequenceMixer):
                 "positions. Pass position_ids, such as SequencePart(rank, num_ranks).positions(s)."
             )
 
+    def kernel_form(self, sequence: SequenceInfo | None = None) -> KernelForm:
+        """Return the attention that kernels compute, on any device and in any dtype.
+
+        Args:
+            sequence: Visibility of keys. None: one document in a row.
+        """
+        return KernelForm(
+            dropout=self.dropout.active_p,
+            window=self.window if sequence is None else sequence.window,
+            softcap=self.softcap,
+            has_sinks=self.softmax_offset is not None,
+            has_documents=sequence is not None and sequence.documents is not None,
+            num_context_ranks=self.num_context_ranks,
+        )
+
     def _check_cp_comm(self, sequence: SequenceInfo) -> None:
         if self.dropout.active_p:
-            raise ConfigError(
-                f"attention_dropout={self.dropout.p} cannot be combined with windows, documents "
-                "that share a row, capped scores, sinks, or sequences that ranks share. Set it to "
-                "0."
-            )
+            choose_kernel(self.backend, self.kernel_form(sequence))
         self.check_parts()
 
 

@@ -9,20 +9,18 @@ query. The gradients of the blocks then add up to the gradients of full attentio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from megatron_lightning.config import AttentionBackend
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.config.attention_kernels import PIECE
 from megatron_lightning.layers.context.blocks import Block
 
 _aten = torch.ops.aten
-PIECE = 256
-"""Most queries with stored scores at a time."""
 
 
 class Inputs(NamedTuple):
@@ -63,78 +61,20 @@ class Kernel(Protocol):
         ...
 
 
-def kernel_for(
-    device: torch.device, backend: AttentionBackend = "auto", softcap: float | None = None
-) -> Kernel:
-    """Return the kernels of a device.
-
-    Args:
-        device: The device.
-        backend: Kernels named by the user.
-        softcap: See :class:`_Math`.
-
-    Raises:
-        ConfigError: If the backend has none for blocks there, or for such scores.
-    """
-    if softcap is not None and backend not in ("auto", "math"):
-        raise ConfigError(
-            f"attention_backend is {backend!r}, whose kernels have no soft caps of scores, and "
-            f"attn_logit_softcapping is {softcap}. Set attention_backend to auto or math."
-        )
-    if softcap is not None:
-        return _Math(softcap)
-    kernels: Mapping[str, Callable[[], Kernel]] = _CUDA if device.type == "cuda" else _CPU
-    if backend not in kernels:
-        raise ConfigError(
-            f"attention_backend is {backend!r}, and attention over context-parallel ranks, windows "
-            f"or documents that share a row is computed in blocks, for which {device.type} has "
-            f"{', '.join(kernels)}. Set it to one of them."
-        )
-    return kernels[backend]()
-
-
-class _Cuda:
-    """Flash attention for blocks without a mask of their own in half precision, else memory-
-    efficient attention.
-    """
+class CudaFlash(Kernel):
+    """Flash attention of blocks without a mask. Heads of a group use repeated keys."""
 
     name = "flash attention of CUDA"
 
-    def __init__(self) -> None:
-        self._flash = _CudaFlash()
-        self._masked = _MemoryEfficient()
-
-    def _chosen(self, inputs: Inputs, block: Block) -> Kernel:
-        flash = block.mask != "band" and inputs.q.dtype in (torch.bfloat16, torch.float16)
-        return self._flash if flash else self._masked
-
+    @override
     def forward(self, inputs: Inputs, block: Block, scale: float) -> Output:
-        return self._chosen(inputs, block).forward(inputs, block, scale)
-
-    def backward(
-        self, grad: Tensor, inputs: Inputs, output: Output, block: Block, scale: float
-    ) -> Inputs:
-        return self._chosen(inputs, block).backward(grad, inputs, output, block, scale)
-
-
-class _CudaFlash:
-    """Flash attention. Heads of a group use repeated keys."""
-
-    name = "flash attention of CUDA"
-
-    def forward(self, inputs: Inputs, block: Block, scale: float) -> Output:
-        if block.mask == "band":
-            raise ConfigError(
-                'attention_backend is "flash", whose kernels of CUDA take no mask, and the edge of '
-                "a window needs one. Set it to auto, which computes such blocks otherwise, or to "
-                "efficient."
-            )
         q, k, v = _repeated(inputs)
         out, log_sum, *_ = _aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, block.mask == "causal", scale=scale
         )
         return Output(out, log_sum)
 
+    @override
     def backward(
         self, grad: Tensor, inputs: Inputs, output: Output, block: Block, scale: float
     ) -> Inputs:
@@ -158,17 +98,20 @@ class _CudaFlash:
             scale=scale,
         )
         heads = inputs.q.shape[1] // inputs.k.shape[1]
-        return Inputs(grads[0], _sum_heads(grads[1], heads), _sum_heads(grads[2], heads))
+        return Inputs(grads[0], sum_heads(grads[1], heads), sum_heads(grads[2], heads))
 
 
 def _repeated(inputs: Inputs) -> Inputs:
     q, k, v = inputs
-    return Inputs(q, _per_query_head(k, q), _per_query_head(v, q))
+    return Inputs(q, per_query_head(k, q), per_query_head(v, q))
 
 
-class _CpuFlash:
+class CpuFlash(Kernel):
+    """Flash attention with a mask. Heads of a group share keys."""
+
     name = "flash attention of the CPU"
 
+    @override
     def forward(self, inputs: Inputs, block: Block, scale: float) -> Output:
         q, k, v = inputs
         mask = _mask(block, q)
@@ -177,6 +120,7 @@ class _CpuFlash:
         )
         return Output(out, _without_blind(log_sum, mask))
 
+    @override
     def backward(
         self, grad: Tensor, inputs: Inputs, output: Output, block: Block, scale: float
     ) -> Inputs:
@@ -193,11 +137,12 @@ class _CpuFlash:
         )
 
 
-class _MemoryEfficient:
+class MemoryEfficient(Kernel):
     """CUDA's kernel with a mask. Heads of a group use repeated keys."""
 
     name = "memory-efficient attention of CUDA"
 
+    @override
     def forward(self, inputs: Inputs, block: Block, scale: float) -> Output:
         q, k, v = inputs
         mask, heads = _mask(block, q), q.shape[1] // k.shape[1]
@@ -214,6 +159,7 @@ class _MemoryEfficient:
         )
         return Output(out, _without_blind(log_sum[..., : q.shape[2]], mask))  # padded to 32
 
+    @override
     def backward(
         self, grad: Tensor, inputs: Inputs, output: Output, block: Block, scale: float
     ) -> Inputs:
@@ -238,10 +184,10 @@ class _MemoryEfficient:
             block.mask == "causal",
             scale=scale,
         )
-        return Inputs(grad_q, _sum_heads(grad_k, heads), _sum_heads(grad_v, heads))
+        return Inputs(grad_q, sum_heads(grad_k, heads), sum_heads(grad_v, heads))
 
 
-class _Math:
+class PlainProducts(Kernel):
     """Matrix products and a softmax, in fp32 for half-precision inputs.
 
     Only a piece of the queries has scores at a time. Backward recomputes the scores.
@@ -255,6 +201,7 @@ class _Math:
     def __init__(self, softcap: float | None = None) -> None:
         self._softcap = softcap
 
+    @override
     def forward(self, inputs: Inputs, block: Block, scale: float) -> Output:
         parts = [
             self._forward(_part(inputs, at, to), piece, scale)
@@ -264,6 +211,7 @@ class _Math:
             return parts[0]
         return Output(*(torch.cat(tensors, 2) for tensors in zip(*parts, strict=True)))
 
+    @override
     def backward(
         self, grad: Tensor, inputs: Inputs, output: Output, block: Block, scale: float
     ) -> Inputs:
@@ -286,7 +234,7 @@ class _Math:
             log_sum == -torch.inf, 0.0
         )  # of queries without a visible key
         weights = (scores - finite_sum.unsqueeze(-1)).exp()
-        out = weights @ _per_query_head(v, inputs.q).to(weights.dtype)
+        out = weights @ per_query_head(v, inputs.q).to(weights.dtype)
         return Output(out.to(inputs.q.dtype), log_sum)
 
     def _backward(
@@ -295,15 +243,15 @@ class _Math:
         scores, slope = self._scores(inputs, block, scale, has_slope=True)
         weights = (scores - output.log_sum.to(scores.dtype).unsqueeze(-1)).exp()
         score_dtype = weights.dtype
-        q, k, v = (_per_query_head(x, inputs.q).to(score_dtype) for x in inputs)
+        q, k, v = (per_query_head(x, inputs.q).to(score_dtype) for x in inputs)
         grad, heads = grad.to(score_dtype), inputs.q.shape[1] // inputs.k.shape[1]
         of_weights = grad @ v.mT - (grad * output.out.to(score_dtype)).sum(-1, keepdim=True)
         of_scores = weights * of_weights * scale
         of_scores = of_scores if slope is None else of_scores.mul_(slope)
         return Inputs(
             of_scores @ k,
-            _sum_heads(of_scores.mT @ q, heads),
-            _sum_heads(weights.mT @ grad, heads),
+            sum_heads(of_scores.mT @ q, heads),
+            sum_heads(weights.mT @ grad, heads),
         )
 
     def _scores(
@@ -312,7 +260,7 @@ class _Math:
         """Return scores [b, n, s, t], -inf for invisible keys, and the slope of the cap."""
         q, k, _ = inputs
         score_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        scores = (q.to(score_dtype) * scale) @ _per_query_head(k, q).to(score_dtype).mT
+        scores = (q.to(score_dtype) * scale) @ per_query_head(k, q).to(score_dtype).mT
         slope = None
         if self._softcap is not None:
             scores.div_(self._softcap).tanh_()
@@ -343,7 +291,7 @@ def _pieces(block: Block, inputs: Inputs) -> Iterator[tuple[slice, slice, Block]
         yield at, to, piece if block.mask == "none" else replace(piece, mask="band")
 
 
-class _Padded:
+class Padded(Kernel):
     """A kernel over heads padded with zeros, since fused kernels of CUDA in half precision take
     heads of a multiple of 8 channels, and values as wide as keys. Zeros change no score.
     """
@@ -352,10 +300,12 @@ class _Padded:
         self._kernel = kernel
         self.name = kernel.name
 
+    @override
     def forward(self, inputs: Inputs, block: Block, scale: float) -> Output:
         found = self._kernel.forward(_padded(inputs), block, scale)
         return Output(found.out[..., : inputs.v.shape[-1]], found.log_sum)
 
+    @override
     def backward(
         self, grad: Tensor, inputs: Inputs, output: Output, block: Block, scale: float
     ) -> Inputs:
@@ -379,21 +329,14 @@ def _pad(x: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
-_CUDA: Mapping[str, Callable[[], Kernel]] = {
-    "auto": lambda: _Padded(_Cuda()),
-    "flash": lambda: _Padded(_CudaFlash()),
-    "efficient": lambda: _Padded(_MemoryEfficient()),
-    "math": _Math,
-}
-_CPU: Mapping[str, Callable[[], Kernel]] = {"auto": _CpuFlash, "flash": _CpuFlash, "math": _Math}
-
-
-def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
+def per_query_head(x: Tensor, q: Tensor) -> Tensor:
+    """Return keys or values with a head for each query head, repeated in groups."""
     heads = q.shape[1] // x.shape[1]
     return x if heads == 1 else x.repeat_interleave(heads, 1)
 
 
-def _sum_heads(grad: Tensor, heads: int) -> Tensor:
+def sum_heads(grad: Tensor, heads: int) -> Tensor:
+    """Sum gradients [b, n, s, d] over the ``heads`` query heads of each group."""
     if heads == 1:
         return grad
     b, n, *sizes = grad.shape

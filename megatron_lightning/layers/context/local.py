@@ -1,5 +1,5 @@
 """Attention of full sequences on one rank in forms unknown to torch's public function: windows,
-documents that share a row, capped scores and sinks.
+documents that share a row, capped scores and sinks. And by kernels that torch's function lacks.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.config import AttentionBackend
+from megatron_lightning.config.attention_kernels import KernelForm, choose_kernel
+from megatron_lightning.layers.attention.flex_kernel import attend_flex
 from megatron_lightning.layers.attention.sequence_info import SequenceInfo
 from megatron_lightning.layers.context.ring import RingAttention
 from megatron_lightning.parallel.documents import Documents
 from megatron_lightning.parallel.grid.context import AxisGroup
 
-_HALF = (torch.bfloat16, torch.float16)
-
 
 class LocalAttention:
     """Attention without other ranks. Documents on CUDA use flash attention for variable lengths.
 
-    All other inputs are computed block by block.
+    FlexAttention has kernels of its own. All other inputs are computed block by block.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,20 @@ class LocalAttention:
 
         ``softcap`` and ``sink`` [n]: see :class:`Sharing`.
         """
-        packed = sequence.documents is not None and softcap is None and sink is None
-        if packed and q.is_cuda and q.dtype in _HALF and backend in ("auto", "flash"):
+        form = KernelForm(
+            device=q.device.type,
+            dtype=str(q.dtype).removeprefix("torch."),
+            trained=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad),
+            window=sequence.window,
+            softcap=softcap,
+            has_sinks=sink is not None,
+            has_documents=sequence.documents is not None,
+        )
+        kernel = choose_kernel(backend, form)
+        if kernel == "flash" and form.is_ragged and q.is_cuda:
             return _varlen(q, k, v, sequence, scale)
+        if kernel == "flex":
+            return attend_flex(q, k, v, sequence=sequence, scale=scale, softcap=softcap)
         return self._blocks(q, k, v, sequence, scale, backend=backend, softcap=softcap, sink=sink)
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from megatron_lightning.config import AttentionBackend
 from megatron_lightning.layers.attention.sequence_info import SequenceInfo
 from megatron_lightning.layers.context.blocks import Block
-from megatron_lightning.layers.context.kernels import Inputs, Output, kernel_for
+from megatron_lightning.layers.context.kernel_choice import kernel_for
+from megatron_lightning.layers.context.kernels import Inputs, Output
 from megatron_lightning.parallel.grid.context import AxisGroup
 
 

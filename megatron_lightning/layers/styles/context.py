@@ -72,6 +72,7 @@ class ContextAttention(AdditionalStyle):
             )
         core.cp_comm_type = cp_comm_type = self._cp_comm_type(context)
         core.cp_comm = BACKENDS[cp_comm_type](context)
+        core.num_context_ranks = context.cp.size
         return module
 
     def _cp_comm_type(self, context: ParallelContext) -> CPCommType:

@@ -11,11 +11,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_lightning.config import LatentAttentionConfig
+from megatron_lightning.config.attention_kernels import (
+    KERNELS,
+    StoredScores,
+    choose_kernel,
+    kernel_form,
+)
 from megatron_lightning.planning.ledger.layer_tapes import MAIN_BYTES, Sizes, linear, norm_of
 from megatron_lightning.planning.ledger.tape import Kept, Operation
 
 _LEAST_PIECE = 128  # queries of a block of a window, as in layers/context/blocks.py
-_PIECE = 256  # queries with stored scores at a time, as in layers/context/kernels.py
 
 
 def attention(sizes: Sizes, path: str, normed: str) -> list[Operation]:
@@ -62,17 +67,17 @@ def _core(
     padded = float(max(head) * heads * tokens * e)  # kernels take heads of one size
     is_padded = head[1] < max(head)
     core = f"{path}.core_attention"
-    own_scores = config.attn_logit_softcapping is not None
-    in_blocks = config.window_size is not None or sizes.layout.cp > 1
-    in_blocks = in_blocks or own_scores or config.num_sinks > 0
-    if not in_blocks and _stores_scores(sizes):
+    form = kernel_form(config, sizes.layout.cp, device=sizes.device)
+    backend = config.attention_backend
+    stored = KERNELS[choose_kernel(backend, form) if backend == "auto" else backend].scores(form)
+    if stored is not None and stored.kept:
         output = f"{path} padded context" if is_padded else context
         return _unfused(sizes, core, context, output, inputs=kept, heads=heads, padded=padded)
     is_copied = is_padded or _is_output_copied(sizes)
     output = f"{path} kernel output" if is_copied else context
     keeps = dict(kept) | {output: padded, f"{path} log sum": 4.0 * tokens * heads}
-    by_math = config.attention_backend == "math" or own_scores
-    scores = _block_scores(sizes, heads) if by_math else 0.0
+    scores = 0.0 if stored is None else _block_scores(sizes, heads, stored)
+    is_capped = config.attn_logit_softcapping is not None
     width = MAIN_BYTES / e if config.attention_softmax_in_fp32 else 1
     return Operation(
         path=core,
@@ -81,7 +86,7 @@ def _core(
         makes=(context,),
         forward_bytes=padded * width + 3 * scores,
         # The output's gradient, and the gradients of queries, keys and values.
-        backward_bytes=padded * width + sum(kept.values()) + (5 + own_scores) * scores,
+        backward_bytes=padded * width + sum(kept.values()) + (5 + is_capped) * scores,
     )
 
 
@@ -96,13 +101,6 @@ def _is_output_copied(sizes: Sizes) -> bool:
     if sizes.device == "cuda":
         return sizes.micro_batch_size > 1
     return sizes.config.mla is not None or sizes.config.position_embedding_type == "rope"
-
-
-def _stores_scores(sizes: Sizes) -> bool:
-    """Return whether attention of full sequences runs by torch's math kernels."""
-    config = sizes.config
-    dropped = bool(config.attention_dropout) and sizes.device == "cpu"
-    return config.attention_backend == "math" or (config.attention_backend == "auto" and dropped)
 
 
 def _unfused(
@@ -134,14 +132,15 @@ def _unfused(
     )
 
 
-def _block_scores(sizes: Sizes, heads: int) -> float:
+def _block_scores(sizes: Sizes, heads: int, stored: StoredScores) -> float:
     """Return the bytes of the largest block's scores. Scores are not kept."""
     length, window = sizes.sequence_length // sizes.layout.cp, sizes.config.window_size
     queries, keys = length, length
     if window is not None:
         queries = min(length, max(window[0], _LEAST_PIECE))
         keys = min(length, queries + window[0])
-    rows, queries = sizes.tokens // length, min(queries, _PIECE)
+    rows = sizes.tokens // length
+    queries, keys = min(queries, stored.queries or queries), min(keys, stored.keys or keys)
     return float(rows * heads * queries * keys * MAIN_BYTES)
 
 

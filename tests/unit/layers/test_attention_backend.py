@@ -15,7 +15,7 @@ from megatron_lightning.layers import CoreAttention, SequenceInfo
 from megatron_lightning.layers.attention.attention_backend import chosen_backend
 from megatron_lightning.layers.context import kernels
 from megatron_lightning.layers.context.blocks import Block
-from megatron_lightning.layers.context.kernels import kernel_for
+from megatron_lightning.layers.context.kernel_choice import kernel_for
 from megatron_lightning.precision.transformer_engine.engines import AttentionEngine
 from megatron_lightning.rules import check_attention_backend
 from tests.helpers.layouts import tiny_config
@@ -110,9 +110,13 @@ def test_another_error_stays_what_it_is() -> None:
 def test_blocks_have_kernels_of_their_own() -> None:
     assert kernel_for(torch.device("cpu"), "flash").name == "flash attention of the CPU"
     assert kernel_for(torch.device("cuda"), "math").name == "matrix products and a softmax"
-    with pytest.raises(ConfigError, match="for which cuda has auto, flash, efficient, math"):
+    with pytest.raises(
+        ConfigError, match=r"cudnn has no form for blocks.* auto or flash or efficient or math"
+    ):
         kernel_for(torch.device("cuda"), "cudnn")
-    with pytest.raises(ConfigError, match="for which cpu has auto, flash, math"):
+    with pytest.raises(
+        ConfigError, match=r"efficient is a kernel of GPUs.* auto or flash or math or chunked"
+    ):
         kernel_for(torch.device("cpu"), "efficient")
 
 
@@ -123,9 +127,9 @@ def test_blocks_have_kernels_of_their_own() -> None:
         ({"attention_backend": "flash", "attention_dropout": 0.1}, 1, "cpu", None,
          "attention_dropout is 0.1. Set it to auto or math"),
         ({"attention_backend": "flash"}, 1, "cuda", "32-true",
-         "precision=32-true.* Set it to auto or efficient or math"),
+         "computed in float32.* Set it to auto or efficient or math"),
         ({"attention_backend": "cudnn", "attention_softmax_in_fp32": True}, 1, "cuda", "bf16-true",
-         "attention_softmax_in_fp32=True"),
+         "attention_softmax_in_fp32=False"),
         ({"attention_backend": "cudnn"}, 2, "cuda", "bf16-mixed", "context_parallel_size=2"),
         ({"attention_backend": "flash", "window_size": (8, 0)}, 1, "cuda", "bf16-true",
          r"takes no mask, as window_size=\(8, 0\).* auto or efficient or math"),
@@ -170,7 +174,7 @@ def test_heads_are_padded_for_kernels_of_cuda(size: int, value_size: int) -> Non
     """Zeros change no sum, but its order: an output may be rounded the other way (2^-8)."""
     q, k = torch.randn(2, 2, 4, 6, size, dtype=torch.bfloat16)
     v = torch.randn(2, 4, 6, value_size, dtype=torch.bfloat16)
-    inputs, plain = kernels.Inputs(q, k, v), kernels._Math()
+    inputs, plain = kernels.Inputs(q, k, v), kernels.PlainProducts()
     seen: list[int] = []
 
     class Recorded:
@@ -184,7 +188,7 @@ def test_heads_are_padded_for_kernels_of_cuda(size: int, value_size: int) -> Non
             seen.extend(x.shape[-1] for x in (grad, *inputs, output.out))
             return plain.backward(grad, inputs, output, *rest)
 
-    padded = kernels._Padded(Recorded())
+    padded = kernels.Padded(Recorded())
     block = Block(slice(0, 6), slice(0, 6), "band", 0, 3)
     expected, found = (x.forward(inputs, block, 0.3) for x in (plain, padded))
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-5)
