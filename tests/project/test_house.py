@@ -113,6 +113,7 @@ WITHOUT_WEIGHTS = {
     "megatron_lightning/models/costs.py": {"inner"},
     # norms of rows, in fp32 whatever the precision of the layers
     "megatron_lightning/layers/adapters/magnitude.py": {"@"},
+    "megatron_lightning/layers/context/chunked_kernel.py": {"@"},
     "megatron_lightning/layers/context/kernels.py": {
         f"_scaled_dot_product_{kernel}{backward}"
         for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
