@@ -6,14 +6,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megatron_lightning.checkpoint.format.storage import is_remote
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.strategies.lightning_internals import SavesBeside
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
 
-class LocalCopyCheckpoint(ModelCheckpoint):
+class LocalCopyCheckpoint(SavesBeside):
     """Save every rank's state to its node's own disk, with a copy on the next node.
     ``ckpt_path="last"`` finds the copies.
 
@@ -27,7 +27,8 @@ class LocalCopyCheckpoint(ModelCheckpoint):
         folder: Folder on each node's own disk, with ``{node_rank}`` for the node's number.
         every_n_train_steps: Optimizer steps between two copies.
         every_n_minutes: Minutes between two copies, instead.
-        dirpath: Shared folder of ``local.ckpt``. None: as for ``ModelCheckpoint``.
+        dirpath: Shared folder of ``local.ckpt``. None: the folder of the first other
+            ``ModelCheckpoint`` that has one on a disk, or as for ``ModelCheckpoint``.
     """
 
     CHECKPOINT_NAME_LAST = "local"
@@ -73,6 +74,9 @@ class LocalCopyCheckpoint(ModelCheckpoint):
                 f"dirpath is {self.dirpath}, which cannot hold the file local.ckpt. Set it to a "
                 "directory that all nodes share."
             )
+
+    def _takes(self, folder: str) -> bool:
+        return not is_remote(folder)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save nothing, since a normally ended run needs no copies."""

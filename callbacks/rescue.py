@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from megatron_lightning.errors import ConfigError
@@ -15,10 +14,10 @@ from megatron_lightning.resilience.exit_codes import STOPPED
 from megatron_lightning.strategies.checkpoint.loop_progress import await_validation
 from megatron_lightning.strategies.launch.failures import AgreedStop
 from megatron_lightning.strategies.launch.stopping import Reason, StopOnRequest, save_for_requeue
-from megatron_lightning.strategies.lightning_internals import is_accumulating
+from megatron_lightning.strategies.lightning_internals import SavesBeside, is_accumulating
 
 
-class RescueCheckpoint(ModelCheckpoint):
+class RescueCheckpoint(SavesBeside):
     """Keep one checkpoint, ``rescue.ckpt``, to resume from after an interruption.
     ``ckpt_path="last"`` finds this checkpoint.
 
@@ -40,7 +39,8 @@ class RescueCheckpoint(ModelCheckpoint):
     * Every ``every_n_minutes``, by rank 0's clock.
 
     Args:
-        dirpath: Folder. None: as for ``ModelCheckpoint``.
+        dirpath: Folder. None: the folder of the first other ``ModelCheckpoint`` that has one, or as
+            for ``ModelCheckpoint``.
         every_n_minutes: Minutes between two timed saves. None: no timed saves.
         on_sigterm: Whether to save on SIGTERM and on Slurm's requeue signal.
         on_exception: Whether to save on an exception.

@@ -450,6 +450,26 @@ def checkpoint_folder(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
     return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
 
 
+class SavesBeside(ModelCheckpoint):
+    """A ModelCheckpoint that saves beside the run's other checkpoints, unless ``dirpath`` is set.
+
+    Lightning gives every callback without ``dirpath`` the folder of the log, and the next start
+    does not know that folder.
+    """
+
+    def _ModelCheckpoint__resolve_ckpt_dir(self, trainer: pl.Trainer) -> str:
+        """Return the folder. Called by ``setup``, and in the search for "last" before ``setup``."""
+        for other in () if self.dirpath is not None else trainer.checkpoint_callbacks:
+            is_own = isinstance(other, SavesBeside) or not isinstance(other, ModelCheckpoint)
+            if not is_own and other.dirpath is not None and self._takes(str(other.dirpath)):
+                return str(other.dirpath)
+        return str(super()._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[misc]
+
+    def _takes(self, folder: str) -> bool:
+        """Return whether a folder can hold the checkpoint."""
+        return True
+
+
 def uploads_checkpoints(logger: Logger) -> bool:
     """Whether a logger is asked to upload the checkpoints of ModelCheckpoint, for loggers with this
     option.

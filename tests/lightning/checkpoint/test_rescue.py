@@ -18,18 +18,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.distributed import DistNetworkError
 
 from megatron_lightning import compat
-from megatron_lightning.callbacks import RescueCheckpoint
+from megatron_lightning.callbacks import LocalCopyCheckpoint, RescueCheckpoint
 from megatron_lightning.checkpoint import commit, is_committed, open_checkpoint
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.stepping.external_writes import WrittenWeights
 from megatron_lightning.resilience.failure_watch import FailureWatch
 from megatron_lightning.strategies.launch.ranks import ProcessGroups
+from megatron_lightning.strategies.lightning_internals import checkpoint_folder
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import Losses
@@ -413,3 +415,19 @@ def test_saves_in_time_fall_on_optimizer_steps(tmp_path: Path) -> None:
     assert (tmp_path / "rescue.ckpt").is_file() and not (tmp_path / "never").exists()
     with pytest.raises(ConfigError, match="every_n_minutes is 0"):
         RescueCheckpoint(every_n_minutes=0)
+
+
+def test_without_a_folder_of_their_own_checkpoints_lie_beside_the_runs(tmp_path: Path) -> None:
+    """ "last" is sought before the log of this start has a folder."""
+    for own in (RescueCheckpoint(), LocalCopyCheckpoint("/local", every_n_train_steps=1)):
+        keep, logger = ModelCheckpoint(tmp_path / "run"), CSVLogger(tmp_path)
+        trainer = pl.Trainer(accelerator="cpu", logger=logger, callbacks=[own, keep])
+        assert checkpoint_folder(own, trainer) == str(tmp_path / "run")
+        trainer = pl.Trainer(accelerator="cpu", logger=logger, callbacks=[own])
+        assert checkpoint_folder(own, trainer).endswith("version_0/checkpoints")
+    own, keep = (
+        LocalCopyCheckpoint("/local", every_n_train_steps=1),
+        ModelCheckpoint("memory://run"),
+    )
+    trainer = pl.Trainer(accelerator="cpu", logger=logger, callbacks=[own, keep])
+    assert checkpoint_folder(own, trainer).endswith("version_0/checkpoints")
