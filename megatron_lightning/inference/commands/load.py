@@ -29,6 +29,7 @@ from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.config.class_paths import config_of_checkpoint
 from megatron_lightning.data.text.tokenizers import TokenizerType
 from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.inference.commands.model_options import Dtype
 from megatron_lightning.inference.commands.text_codec import (
     Codec,
     codec_of_files,
@@ -54,7 +55,6 @@ from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules import resolve
 from megatron_lightning.rules import check_model_layout
 
-Dtype = Literal["float32", "bfloat16", "float16"]
 _PREFIX = "state_dict.model."
 """Prefix of the model's names in a checkpoint of ``GPTLightningModule``."""
 _Fill = Callable[[nn.Module, Part, ParallelContext], object]
