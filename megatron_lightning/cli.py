@@ -320,10 +320,9 @@ def _arguments(function: Callable[..., Any], settings: Namespace) -> dict[str, A
             takes_one = isinstance(option.hint, types.UnionType) and str in kinds
             value = value[0] if takes_one and len(value) == 1 else value
         values[option.name] = value
-    for name, hint in typing.get_type_hints(function).items():
-        if dataclasses.is_dataclass(hint):
-            names = [one.name for one in dataclasses.fields(hint)]
-            group: Callable[..., Any] = hint
+    for name, group in typing.get_type_hints(function).items():
+        if isinstance(group, type) and dataclasses.is_dataclass(group):
+            names = [one.name for one in dataclasses.fields(group)]
             values[name] = group(**{one: values.pop(one) for one in names})
     return values
 

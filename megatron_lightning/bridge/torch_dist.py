@@ -28,6 +28,7 @@ from megatron_lightning.bridge.inert_pickle import Record, read_archive, unpickl
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.mapped_files import MappedFiles, file_status
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
+from megatron_lightning.file_names import CONFIG
 from megatron_lightning.parallel.shards.spec import Box, Shape
 
 TRACKER, ABOUT, TABLE = "latest_checkpointed_iteration.txt", "metadata.json", ".metadata"
@@ -68,7 +69,7 @@ def is_megatron(path: str | os.PathLike[str]) -> bool:
     marks = (TRACKER, ABOUT, TABLE)
     return (
         folder.is_dir()
-        and not (folder / "config.json").exists()
+        and not (folder / CONFIG).exists()
         and (any((folder / name).exists() for name in marks) or _is_legacy(folder))
     )
 
