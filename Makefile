@@ -70,6 +70,8 @@ test-slice:  ## a seventh of the slow tests, another one every day of a week
 
 $(INTEROP): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[test,interop]'
+	# Alone: it asks for a torchvision, and PyPI's does not run beside a CPU build of torch.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --no-deps litdata
 	@touch $@
 
 $(APART_INSTALLED): $(INSTALLED)
