@@ -45,15 +45,19 @@ def reasons(path: Path = SKIPS) -> list[Reason]:
     return [Reason(**entry) for entry in yaml.safe_load(path.read_text())]
 
 
-def skips(cases: Iterable[Case], known: Sequence[Reason]) -> tuple[list[str], bool]:
-    """Return lines that count skipped tests by module, and whether every skip has a reason.
+def skips(cases: Sequence[Case], known: Sequence[Reason]) -> tuple[list[str], bool]:
+    """Return lines that count skipped tests by module, and whether every skip has a reason. A test
+    that another report has passed is not skipped.
 
     Args:
-        cases: Tests of reports.
+        cases: Tests of all reports.
         known: Skips that have a reason.
     """
+    ran = {case.test for case in cases if case.outcome != "skipped"}
     counts = Counter(
-        (case.test.partition("::")[0], case.skip) for case in cases if case.outcome == "skipped"
+        (case.test.partition("::")[0], case.skip)
+        for case in cases
+        if case.outcome == "skipped" and case.test not in ran
     )
     lines, explained = [], True
     for (module, said), count in sorted(counts.items()):
