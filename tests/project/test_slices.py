@@ -73,6 +73,7 @@ def _report(folder: Path) -> Path:
         ),
     }
     path = folder / "report.xml"
+    cases['time="1"'] = ""  # cut off while it ran
     text = "".join(
         f"<testcase {name}><properties>{properties}</properties>{inner}</testcase>"
         for name, inner in cases.items()
