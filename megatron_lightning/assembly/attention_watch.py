@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.attention.sequence_mixer import SequenceMixer
+from megatron_lightning.layers.shared_rows.entry import shared_models
 from megatron_lightning.layers.styles.divided_embeddings import divides_embeddings
 from megatron_lightning.parallel.shards.other_stages import present_modules
 
@@ -80,6 +81,8 @@ class AttentionWatch(TorchFunctionMode):
         ]
         # Before a text model divides its rows, towers attend to full images.
         self._is_divided = not self._entries
+        self._num_shared = 0
+        self._shared = [module.get_submodule(path) for path in shared_models(module)]
         self.called: set[str] = set()
         """Paths of the bound modules called so far."""
 
@@ -92,6 +95,12 @@ class AttentionWatch(TorchFunctionMode):
             self._undo.callback(outer.register_forward_pre_hook(self._begun).remove)
         for entry in self._entries.values():
             self._undo.callback(entry.register_forward_pre_hook(self._entered).remove)
+        # What mixes tokens in these was found and proven.
+        for shared in self._shared:
+            begin = shared.register_forward_pre_hook(self._begin_shared, prepend=True)
+            end = shared.register_forward_hook(self._end_shared)
+            self._undo.callback(begin.remove)
+            self._undo.callback(end.remove)
         self._undo.enter_context(torch.compiler.set_stance("force_eager"))  # hooks see the calls
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -103,7 +112,9 @@ class AttentionWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # called by torch
-        if func in _FOREIGN and self._is_divided:
+        # A recomputation in backward repeats what a forward has shown.
+        is_forward = torch._C._current_graph_task_id() == -1
+        if func in _FOREIGN and self._is_divided and not self._num_shared and is_forward:
             raise ConfigError(
                 f"the model calls {func.__name__} in a module that its sharding plan "
                 "does not bind to the context-parallel ranks, so that a token would see those of "
@@ -124,6 +135,12 @@ class AttentionWatch(TorchFunctionMode):
                 "forward did not call it: its attention is computed elsewhere. Call it with "
                 "queries, keys and values, or set context_parallel_size to 1."
             )
+
+    def _begin_shared(self, *_: Any) -> None:
+        self._num_shared += 1
+
+    def _end_shared(self, *_: Any) -> None:
+        self._num_shared -= 1
 
     def _entered(self, *_: Any) -> None:
         self._is_divided = True

@@ -8,6 +8,7 @@ from megatron_lightning.config.latent_attention import LatentAttentionConfig
 from megatron_lightning.config.mamba import MambaConfig
 from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.config.parallel import (
+    ContextMixers,
     ContextOptions,
     CPCommType,
     DataParallel,
@@ -43,6 +44,7 @@ __all__ = [
     "CheckpointOptions",
     "CompileOptions",
     "CompileScope",
+    "ContextMixers",
     "ContextOptions",
     "DataParallel",
     "DataParallelOptions",

@@ -11,6 +11,7 @@ from megatron_lightning.errors import ConfigError
 DataParallel = Literal["ddp", "zero1", "fsdp"]
 MomentsDtype = Literal["fp32", "bf16"]
 CPCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+ContextMixers = Literal["auto", "divided"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +61,15 @@ class ContextOptions:
     hierarchical_context_parallel_sizes: list[int] | None = None
     """Ranks of the two levels of "a2a+p2p": neighbors to exchange heads, and groups of neighbors in
     a ring. The product is context_parallel_size. None: no levels."""
+    mixers: ContextMixers = "auto"
+    """How a model without a plan of its attention shares rows. "auto": each module that mixes
+    tokens divides its work, or else computes full rows on every rank. "divided" refuses modules
+    that do not divide."""
 
     def __post_init__(self) -> None:
         for name in self.cp_comm_types:
             check_choice("cp_comm_type", name, get_args(CPCommType))
+        check_choice("mixers", self.mixers, get_args(ContextMixers))
         sizes, needed = self.hierarchical_context_parallel_sizes, "a2a+p2p" in self.cp_comm_types
         if sizes is None and needed:
             raise ConfigError(

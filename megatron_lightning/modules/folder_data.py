@@ -12,11 +12,15 @@ from tempfile import TemporaryDirectory
 from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.hub import find_file, local_folder
 from megatron_lightning.checkpoint.kept_files import KeptFiles, read_kept_files
-from megatron_lightning.checkpoint.text_record import TextRecord, end_tokens, read_text_record
+from megatron_lightning.checkpoint.text_record import (
+    GENERATION,
+    TextRecord,
+    end_tokens,
+    read_text_record,
+)
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
 from megatron_lightning.errors import CheckpointError, ConfigError, DataError
-from megatron_lightning.file_names import GENERATION_CONFIG
 from megatron_lightning.models.plans.hf_documents import check_parts_documents
 from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.modules.hugging_face import HuggingFaceModule
@@ -77,18 +81,16 @@ def generation_ends(module: object, tokenizer: object = None) -> tuple[int, ...]
     file = None
     if isinstance(tokenizer, str | Path):
         is_own = str(tokenizer) == str(source.get("path"))
-        file = find_file(
-            tokenizer, GENERATION_CONFIG, revision=source["revision"] if is_own else None
-        )
+        file = find_file(tokenizer, GENERATION, revision=source["revision"] if is_own else None)
     if file is not None:
-        return end_tokens({GENERATION_CONFIG: file.read_bytes()})
+        return end_tokens({GENERATION: file.read_bytes()})
     if not isinstance(module, FolderModule) or module._source is None:
         return ()
     if (record := _text_record(_path_of(module))) is not None:
         return record.ends_before
     with _without_weights(module) as folder:
-        file = find_file(folder, GENERATION_CONFIG)
-        return () if file is None else end_tokens({GENERATION_CONFIG: file.read_bytes()})
+        file = find_file(folder, GENERATION)
+        return () if file is None else end_tokens({GENERATION: file.read_bytes()})
 
 
 def check_model(module: object, num_ids: int, *, packed: bool, num_new: int = 0) -> None:

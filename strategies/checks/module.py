@@ -15,9 +15,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 
 from megatron_lightning.bridge.meta_models import deferred_weights
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.models.plans.hf_context import finds_mixers
+from megatron_lightning.models.plans.hf_plans import is_transformers_model
 from megatron_lightning.optim.param_groups import check_rows
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.strategies.checks.kinds import (
@@ -200,3 +203,19 @@ def check_param_groups(module: pl.LightningModule) -> None:
         check_rows(module, module.param_groups)
         if has_hook_of_gpt_module(module, "configure_optimizers"):
             module.configure_optimizers()  # raises for contradicting rates
+
+
+def check_uncompiled_mixers(module: nn.Module) -> None:
+    """Check that the mixers of tokens of each model whose blocks are compiled are known: exchanges
+    of mixers that are found make no graph.
+
+    Raises:
+        ConfigError: If there is a model whose mixers are found.
+    """
+    for child in module.modules():
+        if is_transformers_model(child) and finds_mixers(child):
+            raise ConfigError(
+                f'compile="block" and context_parallel_size above 1: what mixes the tokens of '
+                f"{type(child).__name__} is found before the first step, and its exchanges make no "
+                "graph. Leave compile out, or set context_parallel_size to 1."
+            )

@@ -46,6 +46,7 @@ from megatron_lightning.strategies.checks.module import (
     check_module,
     check_one_backward,
     check_param_groups,
+    check_uncompiled_mixers,
     is_built_later,
     planned_module,
     sequence_dims_of,
@@ -196,6 +197,8 @@ def check_layers(
         check_recipe_of(trainer.precision_plugin, module, options.layout)
     if options.compile is not None:
         check_blocks(module, options.pipeline)
+        if options.layout.cp > 1:
+            check_uncompiled_mixers(module)
     if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
         check_param_groups(module)
         checks.check_trained_layers(module, options.schedule, replicas, sharded=sharded)

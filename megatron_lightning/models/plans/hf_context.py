@@ -16,6 +16,7 @@ from torch import nn
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.styles import ContextAttention
 from megatron_lightning.layers.styles.divided_embeddings import DividedEmbeddings
+from megatron_lightning.layers.styles.shared_rows import FoundMixers
 from megatron_lightning.layers.styles.transformers_attention import looks_attention_up
 from megatron_lightning.models.plans.hf_rows import as_patterns
 from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
@@ -54,13 +55,14 @@ def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
     name = type(model).__name__
     if takes_images(model):
         return _with_divided_embeddings(model, plan)
-    if config.model_type not in FAMILIES or not _is_language_model(model):
+    if not _is_language_model(model):
         raise ConfigError(
-            f"{name} is not known to work on ranks that share sequences: its layers may mix tokens "
-            "elsewhere than in attention that ours can replace. Set context_parallel_size to 1, or "
-            "use a causal language model of a family with cp2 in docs/hf_coverage.md, or of a "
-            "family that docs/hugging_face.md loads as a GPTModel."
+            f"{name} is not known to work on ranks that share sequences: its head may mix tokens, "
+            "as heads that judge a whole text do. Set context_parallel_size to 1, or use a "
+            "language model."
         )
+    if finds_mixers(model):
+        return _with_found_mixers(model, plan)
     _check_positions(config, name)
     paths = dict(model.named_modules())
     return plan | ShardingPlan(
@@ -69,6 +71,33 @@ def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         positions="position_ids",
         documents=_DOCUMENTS,
         packed_positions=True,
+    )
+
+
+def finds_mixers(model: nn.Module) -> bool:
+    """Return whether what mixes tokens in a language model of ``transformers`` is not known."""
+    config: Any = model.config
+    return not takes_images(model) and config.model_type not in FAMILIES
+
+
+def _with_found_mixers(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
+    """Return ``plan`` with a row for the model, whose mixers of tokens are found before the first
+    step.
+
+    Raises:
+        ConfigError: If the model takes other rows than those of text.
+    """
+    config: Any = model.config
+    if config.is_encoder_decoder or config.get_text_config() is not config:
+        raise ConfigError(
+            f"{type(model).__name__} takes other rows beside those of text, or two sequences, and "
+            "context-parallel ranks share rows of one text. Set context_parallel_size to 1, or use "
+            "a model with cp2 in docs/hf_coverage.md."
+        )
+    return plan | ShardingPlan(
+        modules={"": FoundMixers(also=plan.style_of(""))},
+        sequence_dim=plan.sequence_dim,
+        positions="",
     )
 
 
@@ -105,7 +134,7 @@ def _attention_rows(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> dic
 def _is_language_model(model: nn.Module) -> bool:
     """Return whether a model has the base model's outputs, or a head for each token."""
     name, base = type(model).__name__, getattr(model, "base_model", model)
-    return base is model or name.endswith(("ForCausalLM", "LMHeadModel"))
+    return base is model or name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM"))
 
 
 def _check_positions(config: Any, name: str) -> None:

@@ -15,12 +15,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_unflatten
 
 from megatron_lightning.assembly.attention_watch import AttentionWatch, bound_attention
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.shared_rows.entry import described, shared_models
 from megatron_lightning.models.plans.hf_context import check_call
 from megatron_lightning.models.plans.hf_plans import is_transformers_model
 from megatron_lightning.parallel.grid.context import AxisGroup
@@ -65,6 +66,7 @@ class SequenceParts(StepParticipant):
             for path in self._plans
         }
         self._attention = bound_attention(scope.module)
+        self._shared = shared_models(scope.module)
         self._seen: set[str] = set()
         self._begun: set[str] = set()
         self._warned: set[str] = set()
@@ -80,9 +82,16 @@ class SequenceParts(StepParticipant):
         positions of the part.
         """
         length = self.split.length(batch)
+        for path, shared in self._shared.items():
+            model = self._module.get_submodule(path)
+            if shared.find(model):  # before the step: a probe is no call of it
+                ways = described(shared.kinds)
+                rank_zero_info(f"MegatronStrategy: {type(model).__name__} shares rows: {ways}.")
         with ExitStack() as during:
             for path, call in self._calls.items():
                 during.enter_context(call.adding(partial(self._added, path, length)))
+            for shared in self._shared.values():
+                during.enter_context(shared.rows_of(length))
             self._open(is_open=True)
             during.callback(self._open, is_open=False)
             yield self.split.split(batch)

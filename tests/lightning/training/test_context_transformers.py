@@ -290,11 +290,6 @@ def test_predictions_are_full_sequences_in_order(layout: Layout, tmp_path: Path)
         assert torch.equal(rank["rows"], expected["rows"])
 
 
-def _gemma() -> nn.Module:
-    config = transformers.Gemma2Config(**SIZES, head_dim=8)
-    return transformers.Gemma2ForCausalLM(config)
-
-
 def _classifier() -> nn.Module:
     return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES))
 
@@ -331,7 +326,6 @@ CASES: dict[str, tuple[type[Module], Callable[[], nn.Module], str]] = {
     "router": (Module, _mixtral, "was asked for router logits"),
     "ones": (Ones, _llama, "start again within a row, and there is an attention_mask"),
     "mask": (Hides, _llama, "attention_mask hides positions"),
-    "family": (Module, _gemma, "Gemma2ForCausalLM is not known .* llama, "),
     "task": (Module, _classifier, "LlamaForSequenceClassification is not known"),
     "dropout": (Module, _drops, r"attention_dropout=0.1 cannot be combined"),
 }

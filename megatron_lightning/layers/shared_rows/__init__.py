@@ -1,0 +1,1 @@
+"""Context parallelism of models without a plan: what mixes tokens is found and proven."""

@@ -1,0 +1,312 @@
+"""The door of a model whose rows context-parallel ranks share: full rows up to the first block, a
+rank's part behind.
+
+What a model computes once a row (positions, rotary tables, masks, biases) stays what it is in one
+process. Before the first step the model is probed, and its modules are bound.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.config import ContextMixers
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.shared_rows.mixers import KINDS, full_rows
+from megatron_lightning.layers.shared_rows.places import changed, tensors
+from megatron_lightning.layers.shared_rows.probe import Block, Findings, Probe, is_close
+from megatron_lightning.layers.wrapped_methods import wrap
+from megatron_lightning.parallel.collectives import all_reduce
+from megatron_lightning.parallel.grid.context import AxisGroup
+from megatron_lightning.parallel.sequence import SequencePart
+
+_TOKENS, _EMBEDDINGS, _MASK, _POSITIONS = (
+    "input_ids", "inputs_embeds", "attention_mask", "position_ids",
+)  # fmt: skip
+_ROWS = (_TOKENS, _EMBEDDINGS, _MASK, _POSITIONS, "token_type_ids")
+"""Arguments with a row's tokens in dim 1."""
+_OF_LOGITS = ("labels", "shift_labels", "num_items_in_batch")
+"""Arguments compared with a rank's logits."""
+_PROBED_ROWS, _PROBED_TOKENS = 2, 40
+_SEEDS = (7, 8)
+"""Rows that are probed, and rows that are compared with the call of one process."""
+
+
+@dataclass
+class SharedRows:
+    """Forward pre-hook of a model of ``transformers``. Its calls get a rank's part, or full rows.
+
+    Args:
+        group: The context-parallel ranks.
+        others: Groups that together join all ranks of the job, which find the same.
+        mixers: Which ways are taken, see
+            :attr:`~megatron_lightning.config.ContextOptions.mixers`.
+    """
+
+    group: AxisGroup
+    others: tuple[AxisGroup, ...]
+    mixers: ContextMixers
+    kinds: dict[str, str] = field(default_factory=dict)
+    """Path of a module that mixes tokens -> the way in which it works on a rank's part."""
+    _length: int | None = None
+    _is_probed: bool = False
+    _device: torch.device | None = None
+
+    @contextmanager
+    def rows_of(self, length: int) -> Iterator[None]:
+        """Context of a step, with rows of ``length`` tokens."""
+        self._length = length
+        try:
+            yield
+        finally:
+            self._length = None
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments of full rows.
+
+        Raises:
+            ConfigError: If the model is called outside of a step, or with arguments of unknown
+                meaning, or its modules cannot be shared.
+        """
+        if self._is_probed and self._length is None:
+            raise ConfigError(
+                f"{type(module).__name__}, whose rows the ranks of context_parallel_size share, "
+                "was called outside of a training, validation, test or predict step. Call it in a "
+                "step, or load a checkpoint into a model of its own."
+            )
+        if self._length is None:
+            return None  # a probe
+        return (), self._full(module, _by_name(module, args, kwargs), self._length)
+
+    def divided(self, block: Block, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of a block, with the rank's part of what runs over the tokens.
+
+        Raises:
+            ConfigError: If there is a tensor that the probe has not seen.
+        """
+        length, part = self._length, SequencePart(self.group.rank, self.group.size)
+
+        def split(place: str, tensor: Tensor) -> Tensor:
+            dim = block.divided.get(place)
+            if place not in block.seen and not place.endswith(f"['{_MASK}']"):
+                raise ConfigError(
+                    f"{block.path} got an argument ({place}) that it did not get when the ranks of "
+                    "context_parallel_size looked for what mixes tokens. Pass the same arguments "
+                    "in every step, or set context_parallel_size to 1."
+                )
+            is_full = dim is not None and tensor.shape[dim] == length
+            return part.split(tensor, dim) if is_full and dim is not None else tensor
+
+        divided: tuple[Any, Any] = changed((args, kwargs), split)
+        return divided
+
+    # ------------------------------------------------------------------------------------ arguments
+
+    def _full(self, module: nn.Module, given: dict[str, Any], length: int) -> dict[str, Any]:
+        """Return the arguments of full rows. A collective."""
+        name = type(module).__name__
+        known = (*_ROWS, *_OF_LOGITS)
+        unknown = [k for k, v in given.items() if k not in known and any(tensors(v))]
+        if unknown:
+            raise ConfigError(
+                f"{name} was called with {unknown[0]}, and ranks that share its rows know "
+                f"{', '.join(_ROWS)} alone. Leave it out, or set context_parallel_size to 1."
+            )
+        for key in _ROWS:
+            value = given.get(key)
+            if isinstance(value, Tensor) and value.shape[1] == length // self.group.size:
+                given[key] = full_rows(value, self.group, 1)
+        mask, positions = given.pop(_MASK, None), given.pop(_POSITIONS, None)
+        if mask is not None and not bool(mask.all()):
+            raise ConfigError(
+                "attention_mask hides positions, and ranks that share sequences take no mask. Pad "
+                "rows at their ends and leave the mask out: no token sees the padding behind it, "
+                "and labels of -100 keep it out of the loss."
+            )
+        usual = torch.arange(length, device=None if positions is None else positions.device)
+        if positions is not None and not bool((positions == usual).all()):
+            raise ConfigError(
+                f"{name} was given position_ids that begin documents within a row, and ranks that "
+                "share its rows have one document a row. Leave position_ids out, do not pack, or "
+                "set context_parallel_size to 1."
+            )
+        return given | _without_cache(module)
+
+    # ---------------------------------------------------------------------------------------- probe
+
+    def find(self, model: nn.Module) -> bool:
+        """Probe the model, bind its modules, and compare the whole call. Return whether that was
+        still to be done. A collective of all ranks.
+
+        Raises:
+            ConfigError: If a module cannot be shared, or the whole call differs.
+        """
+        if self._is_probed:
+            return False
+        length = probed_length(model, self.group.size)
+        kinds = tuple(k for k in KINDS if self.mixers == "auto" or k.divides)
+        call = _ProbedCall(model, length)
+        self._device = call.device
+        # In the precision of the weights: autocast would hide what differs. Uncompiled, since hooks
+        # see the calls.
+        with (
+            torch.autocast(call.device.type, enabled=False),
+            torch.compiler.set_stance("force_eager"),
+            torch.no_grad(),
+            _evaluating(model),
+        ):
+            findings = Probe(model, length, self.group, self._agree, kinds).run(
+                lambda: call(_SEEDS[0])
+            )
+            expected = call(_SEEDS[1])
+            self._bind(model, findings)
+            self._is_probed = True
+            with self.rows_of(length):
+                self._compare(model, call, expected)
+        _check_dropout(model, self.kinds)
+        return True
+
+    def _bind(self, model: nn.Module, findings: Findings) -> None:
+        for block in findings.blocks:
+            module = model.get_submodule(block.path)
+            module.register_forward_pre_hook(_Divide(self, block), with_kwargs=True)
+        for path, way in findings.mixers.items():
+            wrap(model.get_submodule(path), "forward", way)
+            self.kinds[path] = way.kind
+
+    def _compare(self, model: nn.Module, call: _ProbedCall, expected: Tensor) -> None:
+        part = SequencePart(self.group.rank, self.group.size).split(expected, 1)
+        try:
+            found, finding = call(_SEEDS[1]), ""
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # on every rank alike
+            found, finding = None, str(error).splitlines()[0]
+        if not self._agree(is_close(found, part)):
+            finding = finding or f"{list(part.shape)} of {list(expected.shape)} differ"
+            raise ConfigError(
+                f"{type(model).__name__} does not give on ranks that share rows what it gives in "
+                f"one process ({finding}): code between or behind its blocks uses full rows. Set "
+                "context_parallel_size to 1."
+            )
+
+    def _agree(self, value: bool) -> bool:
+        failures = torch.tensor([float(not value)], device=self._device)
+        for group in self.others:
+            failures = all_reduce(failures, group, "max")
+        return not failures.item()
+
+
+@dataclass
+class _Divide:
+    """Forward pre-hook of a block."""
+
+    shared: SharedRows
+    block: Block
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return self.shared.divided(self.block, args, kwargs)
+
+
+class _ProbedCall:
+    """Calls a model with random tokens, alike on every rank."""
+
+    def __init__(self, model: nn.Module, length: int) -> None:
+        self._model, self._length = model, length
+        self.device = next(model.parameters()).device
+        config: Any = model.config
+        self._vocabulary = int(config.get_text_config().vocab_size)
+
+    def __call__(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (_PROBED_ROWS, self._length)
+        rows = torch.randint(0, self._vocabulary, shape, generator=generator, device="cpu")
+        output = self._model(input_ids=rows.to(self.device), **_without_cache(self._model))
+        states: Tensor = next(x for _, x in tensors(tuple(_plain(output))))
+        return states
+
+
+def _plain(output: Any) -> Any:
+    return output.values() if isinstance(output, Mapping) else output
+
+
+def probed_length(model: nn.Module, num_ranks: int) -> int:
+    """Return tokens of a row that ranks can divide, of which neither all nor a rank's part is
+    another size of the model.
+    """
+    config: Any = model.config
+    values = config.to_dict().values()
+    sizes = {size for p in model.parameters() for size in p.shape}
+    sizes |= {value for value in values if isinstance(value, int)} | {_PROBED_ROWS}
+    step, most = 2 * num_ranks, getattr(config, "max_position_embeddings", None) or 4096
+    first = -(-_PROBED_TOKENS // step) * step
+    lengths = [*range(first, 4096, step), *range(first, 0, -step)]
+    found: int = next(n for n in lengths if n <= most and not {n, n // num_ranks} & sizes)
+    return found
+
+
+def shared_models(module: nn.Module) -> dict[str, SharedRows]:
+    """Return path -> hook of the models in ``module`` whose rows ranks share."""
+    return {
+        path: hook
+        for path, child in module.named_modules()
+        for hook in child._forward_pre_hooks.values()
+        if isinstance(hook, SharedRows)
+    }
+
+
+def described(kinds: Mapping[str, str]) -> str:
+    """Return the ways of a model's modules, for the log."""
+    by_kind = defaultdict(list)
+    for path, kind in kinds.items():
+        by_kind[kind].append(path)
+    return ", ".join(f"{kind}: {len(paths)} ({paths[0]} …)" for kind, paths in by_kind.items())
+
+
+def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = [*inspect.signature(inspect.unwrap(type(module).forward)).parameters][1:]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _without_cache(module: nn.Module) -> dict[str, bool]:
+    parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {"use_cache": False} if takes_all or "use_cache" in parameters else {}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Context without dropout."""
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in was_training.items():
+            module.training = training
+
+
+def _check_dropout(model: nn.Module, kinds: Mapping[str, str]) -> None:
+    """Refuse dropout in modules that mix tokens: ranks would drop different weights.
+
+    Raises:
+        ConfigError: If a module drops.
+    """
+    for path in kinds:
+        mixer: Any = model.get_submodule(path)
+        rates = [getattr(mixer, "attention_dropout", 0.0), getattr(mixer, "dropout_prob", 0.0)]
+        rates += [child.p for child in mixer.modules() if isinstance(child, nn.Dropout)]
+        for rate in rates:
+            if isinstance(rate, float) and rate:
+                raise ConfigError(
+                    f"{path} has dropout of {rate}, which cannot be combined with "
+                    f"context_parallel_size above 1: ranks that share rows would drop different "
+                    "values. Set it to 0."
+                )

@@ -1,0 +1,249 @@
+"""Find what mixes tokens in a model: one call with a short row, watched, and one token changed.
+
+The call runs on the placed ranks, inside of the model's own blocks, so that weights are what a step
+has. A module that a block calls mixes tokens if a change of one token changes the output of
+another. The first way (:mod:`~megatron_lightning.layers.shared_rows.mixers`) is taken whose output
+equals the rank's part of the full output, on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.shared_rows.mixers import KINDS, Arguments, SharedMixer
+from megatron_lightning.layers.shared_rows.places import Places, changed, hidden_states, tensors
+from megatron_lightning.parallel.grid.context import AxisGroup
+
+_FELT = 1e-6
+"""Share of the largest output, from which on a change of another token is felt."""
+_EQUAL: Mapping[torch.dtype, float] = MappingProxyType({torch.float32: 1e-4, torch.float64: 1e-9})
+"""Share of the largest output, up to which two ways are equal: sums in another order."""
+_EQUAL_IN_16_BITS = 2e-2
+
+Agree = Callable[[bool], bool]
+"""Whether all ranks of the job say True. A collective."""
+
+
+@dataclass
+class _Call:
+    module: nn.Module
+    path: str
+    is_block: bool
+    from_outside: frozenset[int] = frozenset()
+    """Ids of the tensors that a block gets, but for its hidden states."""
+    mixers: list[_Mixer] = field(default_factory=list)
+
+
+@dataclass
+class _Mixer:
+    path: str
+    way: SharedMixer
+    handed_on: frozenset[int]
+    """Ids of the block's arguments among the mixer's."""
+
+
+@dataclass
+class Block:
+    """What is divided before a block."""
+
+    path: str
+    divided: dict[str, int]
+    """Place -> dim of the tokens."""
+    seen: frozenset[str]
+    """Places of all tensors in the block's call."""
+
+
+@dataclass
+class Findings:
+    """What mixes tokens in a model, by path."""
+
+    blocks: list[Block] = field(default_factory=list)
+    mixers: dict[str, SharedMixer] = field(default_factory=dict)
+
+
+class Probe:
+    """Watches a call of a model.
+
+    Args:
+        model: The model that calls the blocks.
+        length: Tokens of a row in the call; no other size of the model.
+        group: The context-parallel ranks.
+        agree: Tells all ranks whether all succeeded.
+        kinds: The ways to try, in order.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        length: int,
+        group: AxisGroup,
+        agree: Agree,
+        kinds: tuple[type[SharedMixer], ...] = KINDS,
+    ) -> None:
+        self._model, self._length, self._group, self._agree = model, length, group, agree
+        self._kinds = kinds
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._items = {item for m in model.modules() if isinstance(m, nn.ModuleList) for item in m}
+        self._stack: list[_Call] = []
+        self._is_trying = False
+        self._findings = Findings()
+
+    def run(self, call: Callable[[], Any]) -> Findings:
+        """Return the findings of a call of the model.
+
+        Raises:
+            ConfigError: If no list of blocks gets hidden states, or a module that mixes tokens
+                cannot be shared.
+        """
+        with self._watching(), torch.no_grad():
+            call()
+        if not self._findings.blocks:
+            raise ConfigError(
+                f"{type(self._model).__name__} has no list of blocks that get hidden states, which "
+                "ranks that share sequences divide. Set context_parallel_size to 1."
+            )
+        return self._findings
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        with ExitStack() as undo:
+            for module in self._paths:
+                # After FSDP has gathered weights, and before it lets them go.
+                enter = module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                leave = module.register_forward_hook(self._leave, with_kwargs=True, prepend=True)
+                undo.callback(enter.remove)
+                undo.callback(leave.remove)
+            yield
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._is_trying:
+            return
+        call = _Call(module, self._paths[module], is_block=False)
+        if module in self._items and not any(outer.is_block for outer in self._stack):
+            values = (args, kwargs)
+            hidden = hidden_states(values, Places.of(values, self._length).dims)
+            if hidden is not None:
+                ids = frozenset(id(x) for _, x in tensors(values)) - {id(hidden[1])}
+                call = _Call(module, call.path, is_block=True, from_outside=ids)
+        self._stack.append(call)
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._is_trying:
+            return
+        call = self._stack.pop()
+        self._is_trying = True
+        try:
+            if self._stack and self._stack[-1].is_block:
+                mixer = self._tried(call, args, kwargs)
+                if mixer is not None:
+                    self._stack[-1].mixers.append(mixer)
+            elif call.is_block:
+                self._end_block(call, args, kwargs, output)
+        finally:
+            self._is_trying = False
+
+    def _end_block(self, call: _Call, args: Any, kwargs: Any, output: Any) -> None:
+        """Note what is divided before a block, and by whom. A block returns hidden states."""
+        hidden = hidden_states((args, kwargs), Places.of((args, kwargs), self._length).dims)
+        if hidden is None or all(x.shape != hidden[1].shape for _, x in tensors(output)):
+            return
+        if not call.mixers:
+            mixer = self._tried(call, args, kwargs)
+            call.mixers += [] if mixer is None else [mixer]
+        self._findings.mixers |= {mixer.path: mixer.way for mixer in call.mixers}
+        handed_on = frozenset[int]().union(*(mixer.handed_on for mixer in call.mixers))
+        seen = {place: id(x) for place, x in tensors((args, kwargs))}
+        full = {place for place, own in seen.items() if own in handed_on & call.from_outside}
+        divided = Places.of((args, kwargs), self._length).without(full)
+        self._findings.blocks.append(Block(call.path, divided.dims, frozenset(seen)))
+
+    # ------------------------------------------------------------------------------------ a module
+
+    def _tried(self, call: _Call, args: Any, kwargs: Any) -> _Mixer | None:
+        """Return the way in which a module shares rows. None: it does not mix tokens."""
+        values = (args, kwargs)
+        places = Places.of(values, self._length)
+        hidden = hidden_states(values, places.dims)
+        if hidden is None:
+            return None
+        full_output = call.module.forward(*args, **kwargs)
+        # Full rows are what the block has from its caller; hidden states are divided before it.
+        if not self._mixes(call.module, values, hidden, places.dims[hidden[0]], full_output):
+            return None
+        block = call if call.is_block else self._stack[-1]
+        full = {place: id(x) for place, x in tensors(values) if id(x) in block.from_outside}
+        outputs = Places.of(full_output, self._length)
+        arguments = Arguments(places, outputs, frozenset(full))
+        for kind in self._kinds:
+            way = kind(arguments, self._group)
+            is_equal = kind.suits(call.module, arguments) and self._is_equal(
+                way, call.module, values, full_output
+            )
+            if self._agree(is_equal):
+                return _Mixer(call.path, way, frozenset(full.values()))
+        raise ConfigError(
+            f"{call.path} (a {type(call.module).__name__}) mixes the tokens of a row, and ranks "
+            "that share sequences cannot share it "
+            f"({', '.join(kind.kind for kind in self._kinds)}: other outputs than of full rows). "
+            'Set context_parallel_size to 1, or ContextOptions(mixers="auto").'
+        )
+
+    def _mixes(
+        self, module: nn.Module, values: Any, hidden: tuple[str, Tensor], dim: int, output: Any
+    ) -> bool:
+        """Return whether a change of one token changes the output of another."""
+        at = self._length // 3
+        place, states = hidden
+        noise = torch.randn(
+            states.select(dim, at).shape, generator=torch.Generator().manual_seed(5), device="cpu"
+        )
+        other = states.clone()
+        other.select(dim, at).add_(noise.to(other))
+        args, kwargs = changed(values, lambda p, x: other if p == place else x)
+        found = dict(tensors(module.forward(*args, **kwargs)))
+        dims = Places.of(output, self._length).dims
+        for name, expected in tensors(output):
+            if name in dims and expected.is_floating_point():
+                difference = (found[name] - expected).abs().movedim(dims[name], 0).flatten(1)
+                difference[at] = 0
+                if float(difference.max()) > _FELT * float(expected.abs().max()):
+                    return True
+        return False
+
+    def _is_equal(self, way: SharedMixer, module: nn.Module, values: Any, expected: Any) -> bool:
+        """Return whether a way gives the rank's part of the outputs, in a call with its part of the
+        arguments.
+        """
+        known, part = way.arguments, way.part
+
+        def split(place: str, tensor: Tensor) -> Tensor:
+            dim = known.inputs.dims.get(place)
+            return tensor if dim is None or place in known.full else part.split(tensor, dim)
+
+        args, kwargs = changed(values, split)
+        try:
+            found = dict(tensors(way(module.forward, *args, **kwargs)))
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
+            return False  # on every rank alike: the way is not for this module
+        compared = [
+            is_close(found.get(place), part.split(tensor, known.outputs.dims[place]))
+            for place, tensor in tensors(expected)
+            if place in known.outputs.dims and tensor.is_floating_point()
+        ]
+        return bool(compared) and all(compared)
+
+
+def is_close(found: Tensor | None, expected: Tensor) -> bool:
+    """Return whether two ways to compute a tensor agree, up to sums in another order."""
+    if found is None or found.shape != expected.shape:
+        return False
+    tolerance = _EQUAL.get(expected.dtype, _EQUAL_IN_16_BITS) * float(expected.abs().max())
+    return bool((found - expected).abs().max() <= tolerance)

@@ -1,0 +1,54 @@
+"""The style of a model whose rows ranks share, without a plan of its attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.shared_rows.entry import SharedRows
+from megatron_lightning.layers.styles.common import AdditionalStyle
+from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
+
+
+@dataclass(frozen=True)
+class FoundMixers(AdditionalStyle):
+    """A model of ``transformers`` whose blocks get a rank's part of the rows. What mixes tokens is
+    found and proven in the first step (:mod:`megatron_lightning.layers.shared_rows`).
+    """
+
+    also: Style | None = None
+    """Another style of the same module, applied first."""
+    shares_sequences = True  # see GroupedHeads
+
+    def check_context(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
+        """Check that a rank holds all blocks, and full rows in them.
+
+        Raises:
+            ShardingError: If the layout has pipeline stages or sequence parallelism.
+        """
+        name = type(module).__name__
+        if layout.num_stages > 1:
+            raise ShardingError(
+                f"what mixes the tokens of {name} is found by a call of all its blocks, and "
+                f"pipeline_model_parallel_size is {layout.pp}. Set it to 1, or "
+                "context_parallel_size to 1."
+            )
+        if layout.sp and plan.shards_sequence:
+            raise ShardingError(
+                f"what mixes the tokens of {name} is found in full rows, and sequence_parallel "
+                "divides them once more. Set sequence_parallel to False."
+            )
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Prepare the model for its first call."""
+        module = self.apply_also(module, context, plan)
+        if context.cp.size > 1:
+            self.check_context(module, context.layout, plan)
+            groups = context.dp_cp, context.tp
+            hook = SharedRows(context.cp, groups, context.context_options.mixers)
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+        return module

@@ -1,0 +1,179 @@
+"""Models of ``transformers`` whose mixers of tokens are found and proven, on ranks that share each
+sequence, against one process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from torch import Tensor, nn
+
+from megatron_lightning.config import ContextOptions
+from megatron_lightning.errors import MegatronLightningError
+from megatron_lightning.layers.shared_rows import mixers
+from tests.lightning.support import Layout, layouts, make_layout, run, single
+from tests.lightning.training.test_context_transformers import (
+    CP2,
+    CP2_DP2,
+    CP2_FSDP,
+    CP2_PP2,
+    CP2_TP2,
+    CP4,
+    SIZES,
+    Hides,
+    Module,
+    Packed,
+    _fit,
+    _loader,
+)
+
+CP2_SP = make_layout(
+    "cp2-sp", 4, 1, context_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True
+)
+CP2_DIVIDED = make_layout(
+    "cp2-divided", 2, 1, context_parallel_size=2, context_options=ContextOptions(mixers="divided")
+)
+CP2_COMPILED = make_layout("cp2-compiled", 2, 1, context_parallel_size=2, compile="block")
+
+
+def _gpt_oss(**more: Any) -> nn.Module:
+    """Sinks and windows, and experts."""
+    config = transformers.GptOssConfig(
+        **SIZES, head_dim=8, num_local_experts=4, sliding_window=5, **more
+    )
+    return transformers.GptOssForCausalLM(config)
+
+
+def _qwen3_5() -> nn.Module:
+    """Convolutions and gated delta rules beside attention, from weights with which a rounding leads
+    no farther than the tolerance in six steps (1e-7 to 5e-4 from the usual ones).
+    """
+    delta = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    dims = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 8}
+    kinds = ["linear_attention", "full_attention"]
+    sizes = SIZES | {"initializer_range": 0.05}
+    config = transformers.Qwen3_5TextConfig(**sizes, **delta, **dims, layer_types=kinds)
+    return transformers.Qwen3_5ForCausalLM(config)
+
+
+def _bloom(**more: Any) -> nn.Module:
+    """Biases by distance."""
+    sizes = {"vocab_size": 32, "hidden_size": 32, "n_layer": 2, "n_head": 4, "use_cache": False}
+    return transformers.BloomForCausalLM(transformers.BloomConfig(**sizes, **more))
+
+
+def _gemma() -> nn.Module:
+    """Capped scores."""
+    config = transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=5)
+    return transformers.Gemma2ForCausalLM(config)
+
+
+MODELS = {"gpt_oss": _gpt_oss, "qwen3_5": _qwen3_5, "bloom": _bloom, "gemma2": _gemma}
+
+
+def _assert_equal(ranks: Any, make: Callable[[], nn.Module]) -> None:
+    """Losses of six steps and of validation; fp32 on other partial sums: 1e-5."""
+    losses, value = single(_fit, make)
+    steps = [
+        sum(of_step) / len(ranks) for of_step in zip(*(rank[0] for rank in ranks), strict=True)
+    ]
+    assert steps == pytest.approx(losses, rel=1e-5)  # a data-parallel rank has its own
+    assert [rank[1] for rank in ranks] == pytest.approx([value] * len(ranks), rel=1e-5)
+
+
+@layouts(CP2, slow=[CP4, CP2_DP2, CP2_FSDP, CP2_TP2])
+def test_sinks_and_windows(layout: Layout, tmp_path: Path) -> None:
+    _assert_equal(run(layout, _fit, tmp_path, _gpt_oss), _gpt_oss)
+
+
+@layouts(CP2, slow=[CP4, CP2_DP2, CP2_FSDP])
+def test_linear_attention(layout: Layout, tmp_path: Path) -> None:
+    _assert_equal(run(layout, _fit, tmp_path, _qwen3_5), _qwen3_5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bloom", "gemma2"])
+@layouts(CP2, CP2_FSDP)
+def test_other_families(layout: Layout, name: str, tmp_path: Path) -> None:
+    _assert_equal(run(layout, _fit, tmp_path, MODELS[name]), MODELS[name])
+
+
+# ----------------------------------------------------------------------------------------- refusals
+
+
+class _Mixes(nn.Module):
+    """A norm behind the blocks that moves tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.roll(1, 1)
+
+
+def _mixed_behind() -> nn.Module:
+    model: Any = _gpt_oss()
+    model.model.norm = _Mixes()
+    return model
+
+
+class _Positions(Packed):
+    """Documents within a row."""
+
+
+CASES: dict[str, tuple[Layout, type[Module], Callable[[], nn.Module], str]] = {
+    "pipeline": (CP2_PP2, Module, _gpt_oss, "pipeline_model_parallel_size is 2"),
+    "sequence parallel": (CP2_SP, Module, _gpt_oss, "sequence_parallel|gathers its output"),
+    "divided": (CP2_DIVIDED, Module, _qwen3_5, r"linear_attn .* cannot share it \(rows"),
+    "compiled": (CP2_COMPILED, Module, _gpt_oss, "makes? no graph"),
+    "mask": (CP2, Hides, _gpt_oss, "attention_mask hides positions"),
+    "documents": (CP2, _Positions, _gpt_oss, "position_ids that begin documents"),
+    "behind the blocks": (CP2, Module, _mixed_behind, "does not give on ranks that share rows"),
+    "dropout": (CP2, Module, lambda: _bloom(attention_dropout=0.1), "has dropout of 0.1"),
+}
+
+
+def _refused(layout: Layout, folder: str, case: str) -> str | None:
+    _, kind, make, _ = CASES[case]
+    try:
+        layout.trainer(folder, max_epochs=1).fit(kind(make), _loader(1))
+    except MegatronLightningError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.spread(4)
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_be_shared_is_refused(case: str, tmp_path: Path) -> None:
+    layout, _, _, message = CASES[case]
+    for found in run(layout, _refused, tmp_path, case):
+        assert found and re.search(message, found), found
+
+
+@dataclass
+class _OneRowMore(mixers.DividedRows):
+    """Takes the mask of the next rank's queries."""
+
+    def _causal(self, kwargs: dict[str, Any]) -> Tensor | None:
+        mask = super()._causal(kwargs)
+        return None if mask is None else mask.roll(1, 3)
+
+
+def _kinds(layout: Layout, folder: str, make: Callable[[], nn.Module]) -> list[str]:
+    from megatron_lightning.layers.shared_rows import entry
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(entry, "KINDS", (_OneRowMore, mixers.GatheredMixer))
+        module = Module(make)
+        layout.trainer(folder, max_steps=1).fit(module, _loader(1))
+    [shared] = entry.shared_models(module).values()
+    return list(shared.kinds.values())
+
+
+def test_a_way_that_is_wrong_is_not_taken(tmp_path: Path) -> None:
+    """A mask that is off by one key fails the proof; full rows are gathered."""
+    for kinds in run(CP2, _kinds, tmp_path, _qwen3_5):
+        assert kinds == ["gather", "gather"]
