@@ -38,18 +38,20 @@ def attend_flex(
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    attend: Callable[..., Any] = flex_attention
+    make_mask: Callable[..., Any] = create_block_mask
+    if q.is_cuda and not torch.compiler.is_compiling():
+        attend, make_mask = _compiled()
     documents = sequence.documents
     num_rows = None if documents is None else len(q)
     visible = _visible(sequence, q)
     mask = None
     if visible is not None:
-        mask = create_block_mask(visible, num_rows, None, q.shape[2], k.shape[2], q.device)
+        mask = make_mask(visible, num_rows, None, q.shape[2], k.shape[2], q.device)
     if not q.is_cuda:  # refused for inputs that require gradients, even if none are computed
         q, k, v = q.detach(), k.detach(), v.detach()
-    attend: Callable[..., Tensor] = flex_attention
-    if q.is_cuda and not torch.compiler.is_compiling():
-        attend = _compiled()
-    return attend(q, k, v, _cap(softcap), mask, scale, q.shape[1] != k.shape[1])
+    out: Tensor = attend(q, k, v, _cap(softcap), mask, scale, q.shape[1] != k.shape[1])
+    return out
 
 
 def _cap(softcap: float | None) -> Callable[..., Tensor] | None:
@@ -81,7 +83,10 @@ def _visible(sequence: SequenceInfo, q: Tensor) -> Callable[..., Tensor] | None:
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
+def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return torch's attention and its maker of masks. Compiled, neither stores a value for each
+    pair of a query and a key.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    return compat.compiled(flex_attention)
+    return compat.compiled(flex_attention), compat.compiled(create_block_mask)

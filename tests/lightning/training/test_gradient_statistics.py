@@ -190,9 +190,11 @@ class _NormsByKey(pl.Callback):
 
 
 def _norms_by_key(layout: str) -> tuple[list[dict[str, dict[str, float]]], dict[str, float]]:
-    """Train a model with tied embeddings, and experts in every second layer."""
+    """Train a model with tied embeddings, norms of heads, and experts in every second layer."""
     moe = MoEConfig(num_experts=4, layer_freq=(0, 1, 0, 1))
-    config = tiny_config(num_layers=4, moe=moe, share_embeddings_and_output_weights=True)
+    config = tiny_config(
+        num_layers=4, moe=moe, share_embeddings_and_output_weights=True, qk_layernorm=True
+    )
     record = _NormsByKey()
     run = fit(layout, config, callbacks=[GradientNormMonitor(layers=True), record])
     return record.seen, {key: value for key, value in run.logged.items() if "norm" in key}
