@@ -320,7 +320,16 @@ class DPOModule(ObjectiveModule):
 
 
 def _rows_of(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return tokens and labels [2 b, s] of the chosen answers, followed by the rejected answers."""
+    """Return tokens and labels [2 b, s] of the chosen answers, followed by the rejected answers.
+
+    Raises:
+        ConfigError: If the batch has no pairs.
+    """
+    if "chosen" not in batch:
+        raise ConfigError(
+            f"the batch has no pairs of answers, but {', '.join(batch)}. Set PreferenceDataModule "
+            "as the data of a DPOModule, or train the inner model itself."
+        )
     tokens = torch.cat([batch["chosen"], batch["rejected"]])
     return tokens, torch.cat([batch["chosen_labels"], batch["rejected_labels"]])
 

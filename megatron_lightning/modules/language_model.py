@@ -342,7 +342,20 @@ class LanguageModule(LightningModule):
 def token_weights(batch: Batch) -> Tensor:
     """Return the weight [b, s] of every token in the loss: 0 for ignored labels. The dtype is fp32
     for a floating ``loss_mask``.
+
+    Raises:
+        ConfigError: If the batch has no labels.
     """
+    if "labels" not in batch:
+        raise ConfigError(
+            f"the batch has no labels, but {', '.join(batch)}. "
+            + (
+                "Pairs of PreferenceDataModule train a DPOModule: set it as the model, or set "
+                "FinetuneDataModule as the data."
+                if "chosen" in batch
+                else "Set data whose batches have tokens and labels, such as FinetuneDataModule."
+            )
+        )
     is_counted = batch["labels"] != IGNORED_LABEL
     mask = batch.get("loss_mask")
     if mask is None:

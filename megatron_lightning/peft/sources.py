@@ -285,7 +285,7 @@ def _put_saved(model: nn.Module, saved: Mapping[str, Tensor], path: str) -> None
         if parameter.is_meta:
             raise ConfigError(
                 f"{path} has values of {name} (modules_to_save), and the model has none yet (it is "
-                "on meta). Import the folder as a checkpoint, and load that: megatron-lightning "
-                "adapters import."
+                "on meta). For a fit, import the folder as a checkpoint (megatron-lightning "
+                "adapters import) for ckpt_path."
             )
         parameter.copy_(values)

@@ -209,12 +209,12 @@ def adapted_texts(checkpoint: Path, adapters: Path, layout: dict[str, Any]) -> A
     return [one.tokens for (one,) in engine.generate(PROMPTS, GREEDY)]
 
 
-def adapted_in(folder: Path, adapters: Path) -> Any:
+def adapted_in(folder: Path, adapters: Path, **options: Any) -> Any:
     """Return the model of a folder with filled adapters, and write the adapters to a folder."""
     from megatron_lightning.peft import LoRA, save_adapters
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    LoRA(r=4).apply(model)
+    LoRA(r=4, **options).apply(model)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -268,5 +268,8 @@ def test_adapters_alone_and_twice_are_refused(tmp_path: Path) -> None:
         load_engine(tmp_path / "alone.ckpt")
     folder = folder_of("llama", tmp_path)
     adapted_in(folder, tmp_path / "adapters")
+    adapted_in(folder, tmp_path / "saved", modules_to_save=["embed_tokens"])
+    with pytest.raises(ConfigError, match=r"values of embedding.*adapters merge"):
+        load_engine(folder, adapters=tmp_path / "saved")
     with pytest.raises(ConfigError, match="the model has adapters of its own"):
         load_engine(tmp_path / "whole.ckpt", adapters=tmp_path / "adapters")

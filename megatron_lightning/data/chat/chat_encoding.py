@@ -389,8 +389,17 @@ class Documents(Sequence[Document]):
             folder: Is made.
             documents: Documents, read once and in turn.
             counts: Row counts by outcome, complete when all documents are read.
+
+        Raises:
+            DataError: If the folder cannot be made.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"{folder}: documents cannot be cached here ({error.strerror}). Set cache_dir to a "
+                "folder that can be written."
+            ) from error
         bounds, rows, digest = [0], [], hashlib.sha256()
         with atomic_write(folder / _IDS) as ids, atomic_write(folder / _TRAINED) as trained:
             for document in documents:

@@ -28,7 +28,7 @@ from megatron_lightning.checkpoint.text_record import end_tokens, read_texts
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.config.class_paths import config_of_checkpoint
 from megatron_lightning.data.text.tokenizers import TokenizerType
-from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
 from megatron_lightning.inference.commands.text_codec import (
     Codec,
     codec_of_files,
@@ -174,7 +174,15 @@ def _with_adapters(saved: SavedModel, adapters: str | os.PathLike[str]) -> Saved
                 "with it. Merge those first (megatron-lightning adapters merge), or leave the "
                 "option out."
             )
-        return load_adapters(model, adapters)
+        try:
+            return load_adapters(model, adapters)
+        except MissingCheckpointError:
+            raise
+        except (CheckpointError, ConfigError) as error:
+            raise type(error)(
+                f"{error} If the adapters belong to this base, merge them into it "
+                "(megatron-lightning adapters merge), and name the merged folder."
+            ) from error
 
     def fill(model: nn.Module, part: Part, context: ParallelContext) -> None:
         saved.fill(model, part, context)

@@ -29,6 +29,7 @@ from megatron_lightning.modules import (
     PreferenceDataModule,
 )
 from megatron_lightning.modules.first_adapters import ENTRY, FirstAdapters
+from megatron_lightning.modules.language_model import token_weights
 from megatron_lightning.peft import LoRA
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.adapted import CONFIG
@@ -255,6 +256,17 @@ def test_wrong_references_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             DPOModule(**options)
+
+
+def test_batches_of_another_kind_are_named() -> None:
+    rows = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ConfigError, match=r"no labels, but chosen.*train a DPOModule"):
+        token_weights({"chosen": rows, "rejected": rows})
+    with pytest.raises(ConfigError, match=r"no labels, but tokens. Set data whose batches"):
+        token_weights({"tokens": rows})
+    module = DPOModule(GPTLightningModule(CONFIG), loss="orpo")
+    with pytest.raises(ConfigError, match=r"no pairs of answers, but tokens, labels. Set Pref"):
+        module._loss({"tokens": rows, "labels": rows})
 
 
 def test_scores_are_asked_for_before_the_start(tmp_path: Path) -> None:

@@ -177,6 +177,13 @@ def test_half_of_a_character_is_a_broken_row(tmp_path: Path) -> None:
     assert encoder.counts["rows left out as broken"] == 1
 
 
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    encoder = _encoder()
+    with pytest.raises(DataError, match=r"cannot be cached here .*Set cache_dir to a folder"):
+        Documents.build(tmp_path / "file" / "cache", encoder.documents([]), encoder.counts)
+
+
 @pytest.mark.parametrize("pattern", ["", "/*.jsonl"])
 def test_hidden_files_of_a_folder_are_no_data(tmp_path: Path, pattern: str) -> None:
     for name in ("a.jsonl", "._a.jsonl"):
