@@ -12,7 +12,6 @@ from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.models.plans.hf_documents import separating_positions
 from megatron_lightning.models.teacher_student import DistillationPair, DivergenceKind
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.modules.folder_data import folder_tokenizer
 from megatron_lightning.modules.language_model import LanguageModule, token_weights
 from megatron_lightning.modules.objective import ObjectiveModule, Template, template_of
 
@@ -108,13 +107,12 @@ class DistillationModule(ObjectiveModule):
         """
         tokenizers = []
         for template in self.templates():
+            if template.model_folder is None:
+                return
             try:
-                tokenizer = folder_tokenizer(template)
+                tokenizers.append(template.model_folder.tokenizer())
             except DataError:  # a folder without a tokenizer
                 return
-            if tokenizer is None:
-                return
-            tokenizers.append(tokenizer)
         student, teacher = (one.vocabulary for one in tokenizers)
         differing = {
             token

@@ -241,7 +241,7 @@ class DPOModule(ObjectiveModule):
         if self.reference == "adapters" and self._first is None:
             self._first = FirstAdapters(self, self.context, self._loaded)
             if self.num_pipeline_ranks > 1:
-                self._first.hand_out()
+                self._first.set_first_values()
 
     def on_train_start(self) -> None:
         """Check the model, and keep the first values of the adapters as the reference."""

@@ -73,7 +73,7 @@ class FirstAdapters:
         finally:
             _copy(trained, own)
 
-    def hand_out(self) -> None:
+    def set_first_values(self) -> None:
         """Give the layers their first values, for the first half of the rows inside of
         :func:`adapters_for_second_half`. Replaces values given before.
 

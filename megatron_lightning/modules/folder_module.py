@@ -21,6 +21,7 @@ from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.teacher_student import FrozenPair
 from megatron_lightning.modules.frozen_parameters import summary_of
 from megatron_lightning.modules.language_model import LanguageModule, ModuleT
+from megatron_lightning.modules.model_facts import ModelFolder
 from megatron_lightning.peft import LoRA
 from megatron_lightning.peft.lora import APPLIED, applied_to
 from megatron_lightning.peft.record import is_adapters_only, read_records
@@ -123,6 +124,18 @@ class FolderModule(LanguageModule):
         if num_ids > bridge.config.get_text_config().vocab_size:
             bridge = with_vocabulary(bridge, rows_for(num_ids), min(self.new_tokens.values()))
         return bridge
+
+    @property
+    def model_folder(self) -> ModelFolder | None:
+        """Folder with the model's tokenizer and configuration. None: the model needs no folder."""
+        if self._source is None:
+            return None
+        return ModelFolder(
+            path=str(self._source["path"]),
+            revision=self._source["revision"],
+            trust_remote_code=bool(self._source.get("trust_remote_code")),
+            checkpoint=lambda: self._checkpoint,
+        )
 
     @property
     def _checkpoint(self) -> str | None:

@@ -1,46 +1,29 @@
-"""Parts common to the data modules of a run: the model beside the data, the position in the data,
-and the loaders.
-"""
+"""Base of the LightningDataModules: tells plain data of the Trainer and of its module."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from torch.utils.data import DataLoader, Dataset
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from megatron_lightning.data.order.reading_thread import ReadingThreadLoader
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.data.run_data import RunData
+from megatron_lightning.modules.model_facts import ModelFacts
 
-Batch = dict[str, torch.Tensor]
+_QUANTIZED = 32
+"""Tokens of a rank that recipes with scaled blocks multiply at once."""
 
 
-class RunDataModule(pl.LightningDataModule):
-    """Base of the data modules of pre-training and fine-tuning.
-
-    Args:
-        num_workers: Worker processes of each loader on each rank. 0 reads in the training process.
-        reading_thread: Whether a thread of the training process reads the next batches.
-
-    Raises:
-        ConfigError: For a reading thread beside worker processes.
+class RunDataModule(RunData, pl.LightningDataModule):
+    """Face of :class:`RunData` for Lightning. A subclass has this class first among its bases, and
+    the class of its data behind.
     """
 
-    def __init__(self, num_workers: int, *, reading_thread: bool = False) -> None:
-        super().__init__()
-        if reading_thread and num_workers:
-            raise ConfigError(
-                f"reading_thread=True beside num_workers={num_workers}: the thread reads in the "
-                "place of worker processes. Set one of the two."
-            )
-        self.num_workers = num_workers
-        self.reading_thread = reading_thread
-        self._module: pl.LightningModule | None = None
+    _module: pl.LightningModule | None = None
 
-    def use_model(self, module: pl.LightningModule | None) -> None:
+    def use_model(self, model: pl.LightningModule | None) -> None:
         """Read missing settings, such as tokenizer or vocabulary, from a module's model."""
-        self._module = module
+        self._module = model
 
     def _run_module(self) -> pl.LightningModule | None:
         """Return the module set by :meth:`use_model`, or else the Trainer's."""
@@ -48,17 +31,40 @@ class RunDataModule(pl.LightningDataModule):
             return self.trainer.lightning_module
         return self._module
 
-    def _consumed_samples(self) -> int | None:
-        """Return the samples consumed by the run. None: there is no run, or no count."""
-        strategy = None if self.trainer is None else self.trainer.strategy
-        return getattr(strategy, "consumed_samples", None)
+    @property
+    def _has_model(self) -> bool:
+        return self._module is not None
 
-    def _loader_of(self, dataset: Dataset[Any], **options: Any) -> DataLoader[Batch]:
-        kind = ReadingThreadLoader if self.reading_thread else DataLoader
-        return kind(
-            dataset,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-            **options,
-        )
+    def _model(self) -> ModelFacts:
+        return ModelFacts.of_module(self._run_module())
+
+    def _stage(self) -> str:
+        stage = None if self.trainer is None else self.trainer.state.fn
+        return "fit" if stage is None else stage.value
+
+    def _consumed_samples(self) -> int | None:
+        return getattr(self._strategy(), "consumed_samples", None)
+
+    def _num_replicas(self) -> int:
+        shares = getattr(self._strategy(), "distributed_sampler_kwargs", None) or {}
+        return int(shares.get("num_replicas", 1))
+
+    def _num_accumulated(self) -> int:
+        return 1 if self.trainer is None else self.trainer.accumulate_grad_batches
+
+    def _row_divisor(self) -> int:
+        layout = getattr(self._strategy(), "layout", None)
+        # Context parallelism divides rows into two chunks a rank, tensor parallelism each chunk.
+        divisor = 1 if layout is None else 2 * layout.cp * layout.tp
+        is_quantized = hasattr(getattr(self.trainer, "precision_plugin", None), "recipe")
+        return divisor * _QUANTIZED if is_quantized else divisor
+
+    def _is_compiled(self) -> bool:
+        options = getattr(self._strategy(), "options", None)
+        return getattr(options, "compile", None) is not None
+
+    def _strategy(self) -> Any:
+        return None if self.trainer is None else self.trainer.strategy
+
+    def _warn(self, text: str) -> None:
+        rank_zero_warn(text)

@@ -12,7 +12,7 @@ from megatron_lightning.bridge.remembered_folders import kept_folders, remember_
 from megatron_lightning.checkpoint.text_record import TextRecord, end_tokens
 
 
-def hand_over(module: LightningModule, record: TextRecord) -> None:
+def apply_text_record(module: LightningModule, record: TextRecord) -> None:
     """Give a module the record of its data. The folders of the module's models get the texts at
     once, so that checkpoints, exports and engines have the same. Models of ``transformers`` stop at
     the new end tokens.

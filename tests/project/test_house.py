@@ -136,7 +136,7 @@ FULL_ROOMS = {
     "callbacks": 24,
     "checkpoint": 17,
     "config": 18,
-    "modules": 25,
+    "modules": 24,
 }
 
 

@@ -22,7 +22,7 @@ import transformers
 from megatron_lightning.data.chat.conversations import REASONING
 from megatron_lightning.inference import load_engine
 from megatron_lightning.inference.commands.load import find_codec
-from megatron_lightning.inference.engine.following import Followed, Reader
+from megatron_lightning.inference.engine.following import Reader, ReaderGroup
 from megatron_lightning.inference.engine.request_batch import Request
 from megatron_lightning.inference.engine.uncached_loop import Sampling
 from megatron_lightning.inference.serving.server import Server, ServerSettings
@@ -361,8 +361,8 @@ def test_states_of_an_unread_stream_do_not_pile_up() -> None:
 
     async def follow() -> None:
         told: Any = Told()
-        followed = Followed()
-        followed.add(Reader(told, [1], Sampling(), follows=True, news=followed.news))
+        group = ReaderGroup()
+        group.add(Reader(told, [1], Sampling(), follows=True, news=group.news))
         options = Sampling(max_new_tokens=2000)
         request = Request([1], options, torch.Generator(), 9999)
         tracemalloc.start()
@@ -374,7 +374,7 @@ def test_states_of_an_unread_stream_do_not_pile_up() -> None:
         size = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert size < 2 << 20
-        assert [index async for index in followed.changes(1e12)] == [0]
-        assert len(followed.states[0].tokens) == 2000
+        assert [index async for index in group.changes(1e12)] == [0]
+        assert len(group.states[0].tokens) == 2000
 
     asyncio.run(follow())

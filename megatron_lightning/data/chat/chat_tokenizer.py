@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_lightning.data.text.auto_tokenizer import auto_tokenizer
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.optional import require
 
@@ -81,18 +82,13 @@ class ChatTokenizer:
             DataError: If none can be loaded.
         """
         require("transformers", "chat data")
-        import transformers
-
         if not isinstance(source, str | Path):
             return cls(source, new_tokens=new_tokens)
         try:
-            # False, not None: transformers would ask on the terminal of every rank.
-            make: Any = partial(
-                transformers.AutoTokenizer.from_pretrained, trust_remote_code=trust_remote_code
-            )
             if str(source).endswith(".json"):
-                make = partial(_fast, "tokenizer_file")
-            loaded = make(str(source))
+                loaded = _fast("tokenizer_file", str(source))
+            else:
+                loaded = auto_tokenizer(str(source), trust_remote_code=trust_remote_code)
         except Exception as error:  # tokenizers raises plain Exceptions
             raise DataError(
                 f"tokenizer={source}: no tokenizer can be loaded from here "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,21 @@ from torch.utils.data import default_collate
 
 FULL = "full_length"
 """Key of a sample whose batch keeps the full length. Batches do not have the key."""
+
+
+DEFAULT_MULTIPLE = 64
+
+
+def row_multiple(length: int, pad_to: int | None, *, divisor: int = 1) -> int | None:
+    """Return the multiple for the lengths of rows. None: all rows keep the full length.
+
+    Args:
+        length: Full length.
+        pad_to: The user's multiple. None: :data:`DEFAULT_MULTIPLE`.
+        divisor: Number that layout and precision divide rows by.
+    """
+    multiple = lcm(DEFAULT_MULTIPLE if pad_to is None else pad_to, divisor)
+    return multiple if multiple < length else None
 
 
 class FullRow(tuple[int, ...]):

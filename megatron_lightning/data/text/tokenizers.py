@@ -19,6 +19,7 @@ import yaml
 from megatron_lightning.data.chat.token_bytes import fallback_byte
 from megatron_lightning.data.indexed.atomic_files import atomic_write
 from megatron_lightning.data.indexed.remote import local_path, written_path
+from megatron_lightning.data.text.auto_tokenizer import auto_tokenizer
 from megatron_lightning.data.text.tokenizer_kinds import (
     NO_PAD,
     ByteTokenizer,
@@ -246,11 +247,8 @@ def huggingface_tokenizer(model: str | Path) -> Any:
         DataError: If no tokenizer can be loaded from ``model``.
     """
     require("transformers", "tokenizer_type=huggingface", "set tokenizer_type=sentencepiece")
-    from transformers import AutoTokenizer
-
     try:
-        # False, not None: transformers would ask on the terminal of every rank.
-        return AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
+        return auto_tokenizer(str(model))
     except (OSError, ValueError) as error:
         raise DataError(f"{model}: {_why_not(str(model))}; set tokenizer_model: {error}") from error
     except (KeyError, TypeError, AttributeError) as error:  # of an incomplete file

@@ -104,7 +104,7 @@ class Reader:
             self._stepping.give_up(self._number)
 
 
-class Followed:
+class ReaderGroup:
     """Readers of the texts of a client's request."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 from megatron_lightning.inference.commands.text_codec import Codec
-from megatron_lightning.inference.engine.following import Followed, Reader
+from megatron_lightning.inference.engine.following import Reader, ReaderGroup
 from megatron_lightning.inference.engine.uncached_loop import Sampling
 from megatron_lightning.inference.serving.api_answers import Answer
 from megatron_lightning.inference.serving.api_models import ApiError
@@ -162,7 +162,7 @@ class Server:
             )
         self._check_room(request)
         answer = Answer(request, settings.name, self._codec)
-        texts, scores = Followed(), Followed()
+        texts, scores = ReaderGroup(), ReaderGroup()
         self._begin(request, texts, scores)
         if request.stream:
             events = self._events(request, answer, texts, scores, deadline)
@@ -213,7 +213,7 @@ class Server:
         if number > self._stepping.room:
             raise ApiError(429, "too many requests wait. Try again later.")
 
-    def _begin(self, request: ApiRequest, texts: Followed, scores: Followed) -> None:
+    def _begin(self, request: ApiRequest, texts: ReaderGroup, scores: ReaderGroup) -> None:
         """Begin to write, and to score prompts."""
         stepping, follows = self._stepping, request.stream
         try:
@@ -236,7 +236,12 @@ class Server:
             raise
 
     async def _whole(
-        self, http: Request, answer: Answer, texts: Followed, scores: Followed, deadline: float
+        self,
+        http: Request,
+        answer: Answer,
+        texts: ReaderGroup,
+        scores: ReaderGroup,
+        deadline: float,
     ) -> Response:
         # A client may leave: its requests then stop taking room.
         gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(http))
@@ -257,8 +262,8 @@ class Server:
         self,
         request: ApiRequest,
         answer: Answer,
-        texts: Followed,
-        scores: Followed,
+        texts: ReaderGroup,
+        scores: ReaderGroup,
         deadline: float,
     ) -> AsyncIterator[str]:
         """Yield the pieces of a stream, as texts grow. A disconnected client ends the texts."""

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 import runpy
+import subprocess
+import sys
+import typing
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+import docstring_parser
 import numpy as np
 import pytest
 import torch
 import yaml
 
 from megatron_lightning.cli import main
+from megatron_lightning.data.indexed.indexed_files import IndexedDatasetWriter
+from megatron_lightning.data.masked.masked_data import MaskedOptions
+from megatron_lightning.data.pretraining.pretrain_data import PretrainOptions
+from megatron_lightning.data.rows.row_options import FinetuneOptions, PreferenceOptions
 from megatron_lightning.data.rows.row_view import PROMPT, TRAINED, histogram, sample_text
+from megatron_lightning.modules import (
+    FinetuneDataModule,
+    MaskedDataModule,
+    PreferenceDataModule,
+    PretrainDataModule,
+)
 from tests.helpers.chats import CHATML, TWO, make_tokenizer, write_rows
 
 pytest.importorskip("transformers")
@@ -53,6 +69,69 @@ def test_rows_are_shown_without_a_trainer(
             main(["data", "show", "--config", config, *wrong])
         assert ended.value.code == 2
         assert message in capsys.readouterr().err
+
+
+def test_tools_of_data_start_without_lightning(tmp_path: Path) -> None:
+    """Lightning's import takes longer than all that a tool does."""
+    chats = _config(tmp_path, [{"messages": TWO}])
+    with IndexedDatasetWriter(tmp_path / "ids", "int32") as writer:
+        writer.add_document([*range(40), 1])
+    model = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 64}
+    sections = {
+        "model": {"class_path": "GPTLightningModule", "init_args": {"config": model}},
+        "data": {
+            "class_path": "megatron_lightning.modules.PretrainDataModule",
+            "init_args": {"data_prefix": str(tmp_path / "ids"), "batch_size": 1, "split": "1"},
+        },
+    }
+    tokens = tmp_path / "tokens.yaml"
+    tokens.write_text(yaml.safe_dump(sections))
+    code = f"""
+import sys
+from megatron_lightning.cli import main
+for command in ("show", "index"):
+    main(["data", command, "--config={chats}"])
+    main(["data", command, "--config={tokens}", "--data.sequence_length=8"])
+assert not any(name.partition(".")[0] == "lightning" for name in sys.modules)
+assert "torch._dynamo" not in sys.modules
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "train: 1 samples" in run.stdout
+    assert "train: 5 samples" in run.stdout
+    assert "1 documents in 1 rows" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "positional"),
+    [
+        (FinetuneDataModule, FinetuneOptions, ["path"]),
+        (PreferenceDataModule, PreferenceOptions, ["path"]),
+        (PretrainDataModule, PretrainOptions, ["data_prefix", "sequence_length", "batch_size"]),
+        (
+            MaskedDataModule,
+            MaskedOptions,
+            ["data_prefix", "kind", "sequence_length", "batch_size"],
+        ),
+    ],
+)
+def test_parameters_of_a_data_module_are_fields(
+    module: type, options: type, positional: list[str]
+) -> None:
+    """With types and descriptions, for YAML and --help."""
+    parameters = inspect.signature(module).parameters
+    hints = typing.get_type_hints(options)
+    assert {name: one.annotation for name, one in parameters.items()} == {
+        one.name: hints[one.name] for one in fields(options)
+    }
+    assert {name: one.default for name, one in parameters.items()} == {
+        one.name: inspect.Parameter.empty if one.default is MISSING else one.default
+        for one in fields(options)
+    }
+    kinds = {name: one.kind is one.KEYWORD_ONLY for name, one in parameters.items()}
+    assert [name for name, is_named in kinds.items() if not is_named] == positional
+    described = docstring_parser.parse(inspect.getdoc(module.__init__) or "").params
+    assert [one.arg_name for one in described if one.description] == list(parameters)
 
 
 def test_trained_tokens_have_their_own_style() -> None:

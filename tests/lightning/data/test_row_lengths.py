@@ -12,13 +12,12 @@ import torch
 pytest.importorskip("transformers", "5")
 
 from megatron_lightning.config import MoEConfig, TransformerConfig
-from megatron_lightning.data.rows.cut_rows import CutRows
+from megatron_lightning.data.rows.cut_rows import CutRows, row_multiple
 from megatron_lightning.modules import (
     FinetuneDataModule,
     GPTLightningModule,
     PreferenceDataModule,
 )
-from megatron_lightning.modules.row_lengths import row_multiple
 from tests.helpers.chats import make_tokenizer, turn, write_rows
 from tests.helpers.layouts import CP, EP, MICRO, PP, TP, fit, tiny_config
 from tests.helpers.ranks import run_ranks
@@ -115,9 +114,12 @@ def test_packed_rows_and_short_rows_keep_their_length(tmp_path: Path) -> None:
         num_experts=4, router_topk=2, expert_capacity_factor=1.0, pad_expert_input_to_capacity=True
     )
     module = GPTLightningModule(tiny_config(moe=capacity))
-    assert row_multiple(None, module, 1024, None) is None
-    assert row_multiple(None, None, 1024, None) == 64
-    assert row_multiple(None, None, 1024, 6) == 6
+    data = _data(path, 1, pad_to=8)
+    assert data._cuts is not None
+    data.use_model(module)
+    assert data._cuts is None
+    assert row_multiple(1024, None) == 64
+    assert row_multiple(1024, 6) == 6
 
 
 def test_both_answers_of_a_pair_have_one_length() -> None:

@@ -15,7 +15,6 @@ from megatron_lightning.bridge import AutoBridge
 from megatron_lightning.data.text.tokenizers import load_tokenizer
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.modules.folder_data import folder_tokenizer
 
 pytest.importorskip("transformers")
 from tests.helpers.hf_folders import make_folder
@@ -124,8 +123,8 @@ def test_a_module_made_of_a_bridge_trusts_what_the_bridge_trusts(
     module = AutoBridge.from_hf_pretrained(folder, trust_remote_code=True).to_module()
     module.configure_model()
     assert module.model.config.hidden_size == config["hidden_size"]
-    found = folder_tokenizer(module)
-    assert found is not None and type(found.tokenizer).__name__ == "Odd"
+    assert module.model_folder is not None
+    assert type(module.model_folder.tokenizer().tokenizer).__name__ == "Odd"
     with pytest.raises(ConfigError, match="trust_remote_code"):
         GPTLightningModule(init_from_hf=str(folder))
 

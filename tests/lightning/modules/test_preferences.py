@@ -235,7 +235,7 @@ def test_layers_forget_the_first_values_of_another_start() -> None:
     module.configure_model()
     values = {k: v for k, v in module.state_dict().items() if ".adapters." in k}
     for first in (values, {}):
-        FirstAdapters(module, None, first).hand_out()
+        FirstAdapters(module, None, first).set_first_values()
         assert all(bool(x.first) == bool(first) for x in adapted_layers(module).values())
 
 

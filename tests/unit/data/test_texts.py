@@ -19,7 +19,7 @@ from megatron_lightning.data.rows.preference import PairEncoder
 from megatron_lightning.data.rows.row_report import describe_documents, warning_of
 from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.modules import FinetuneDataModule
-from megatron_lightning.modules.folder_data import generation_ends
+from megatron_lightning.modules.model_facts import ModelFacts
 from tests.helpers.chats import CHATML, CHATML_TOKENS, make_tokenizer, turn, write_rows
 
 
@@ -136,7 +136,7 @@ def test_ends_of_the_generation_configuration_reach_the_documents(tmp_path: Path
     for ends, found in ((stop, (stop,)), ([1, stop], (1, stop)), (None, ())):
         text = json.dumps({"eos_token_id": ends})
         (tmp_path / "model" / "generation_config.json").write_text(text)
-        assert generation_ends(None, tmp_path / "model") == found
+        assert ModelFacts().generation_ends(tmp_path / "model") == found
     path = write_rows(tmp_path / "rows.jsonl", [{"text": "what is blue<stop>"}])
     for ends, num_ids in (([stop], 5), ([], 6)):
         text = json.dumps({"eos_token_id": ends})

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NoReturn
 
-from lightning.pytorch.trainer.states import TrainerFn
-
 from megatron_lightning.data.pretraining.blended import DataSpec
 from megatron_lightning.data.pretraining.gpt_index import split_matrix
 from megatron_lightning.data.pretraining.gpt_samples import IndexSplit
@@ -44,7 +42,7 @@ def parts_of_stage(
         and (name == "train" or (data.blends(name) and (bounds or not data.is_split)))
     }
     if needed and not found:
-        _refuse_empty(TrainerFn(stage).value, needed[0], data, split)
+        _refuse_empty(stage, needed[0], data, split)
     return found
 
 

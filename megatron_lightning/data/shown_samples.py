@@ -1,0 +1,127 @@
+"""Training samples printed as text, with the lengths of the documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_lightning.data.indexed.data_inspection import length_picture
+from megatron_lightning.data.indexed.indexed_files import IndexedDataset
+from megatron_lightning.data.indexed.remote import written_path
+from megatron_lightning.data.masked.masked_data import MaskedData
+from megatron_lightning.data.pretraining.indexed_data import IndexedData
+from megatron_lightning.data.pretraining.pretrain_data import PretrainData
+from megatron_lightning.data.rows.finetune_data import FinetuneData
+from megatron_lightning.data.rows.preference_rows import SIDES
+from megatron_lightning.data.rows.row_view import (
+    as_numbers,
+    histogram,
+    sample_note,
+    sample_text,
+    stream_text,
+)
+from megatron_lightning.data.text.tokenizers import Tokenizer
+from megatron_lightning.errors import ConfigError
+
+_INPUTS = (("text", "padding_mask"), ("text_enc", "enc_mask"), ("text_dec", "dec_mask"))
+"""Inputs of masked samples with their masks of padding."""
+
+
+def show_samples(console: Any, data: object, samples: int) -> None:
+    """Print the first training samples of data that are set up.
+
+    Args:
+        console: Console of ``rich``.
+        data: The data.
+        samples: Number of samples.
+
+    Raises:
+        ConfigError: If the data are of another kind.
+    """
+    if isinstance(data, FinetuneData):
+        _show_conversations(console, data, samples)
+    elif isinstance(data, PretrainData):
+        _show_stream(console, data, samples)
+    elif isinstance(data, MaskedData):
+        _show_masked(console, data, samples)
+    else:
+        raise ConfigError(
+            f"data is a {type(data).__name__}, and what can be shown is a FinetuneDataModule, a "
+            "PretrainDataModule or a MaskedDataModule. Set data.class_path to one of "
+            "megatron_lightning.modules."
+        )
+
+
+def _show_conversations(console: Any, data: FinetuneData, samples: int) -> None:
+    rows = data.train_dataset()
+    order = list(data.row_order())
+    for number, row in enumerate(order[:samples]):
+        arrays = {name: tensor.numpy() for name, tensor in rows[row].items()}
+        for name, sample in _samples(arrays).items():
+            note = f"row {number + 1} of {len(order)}{name}: {sample_note(sample)}"
+            console.rule(note, align="left")
+            console.print(sample_text(sample, data.tokenizer.decode))
+    console.rule("lengths", align="left")
+    console.print(histogram(data.lengths, data.sequence_length))
+
+
+def _show_stream(console: Any, data: PretrainData, samples: int) -> None:
+    """Print samples of pre-training, and the lengths of the documents of each data set."""
+    dataset, tokenizer = data.train_dataset(), data.tokenizer
+    decode = as_numbers if tokenizer is None else tokenizer.decode
+    for number in range(min(samples, len(dataset))):
+        sample = dataset[number]
+        source = f", data set {int(sample['dataset_id'])}" if "dataset_id" in sample else ""
+        title = f"sample {number + 1} of {len(dataset)}: {data.sequence_length} tokens{source}"
+        console.rule(title, align="left")
+        end = None if tokenizer is None else tokenizer.eod
+        console.print(stream_text(sample["tokens"].tolist(), end, decode))
+    _show_lengths(console, data)
+
+
+def _show_masked(console: Any, data: MaskedData, samples: int) -> None:
+    """Print inputs of masked samples, of a decoder too, and the lengths of the documents."""
+    dataset, tokenizer = data.train_dataset(), data.tokenizer
+    decode = as_numbers if tokenizer is None else tokenizer.decode
+    for number in range(min(samples, len(dataset))):
+        sample = dataset[number]
+        for text, mask in _INPUTS:
+            if text in sample:
+                ids = sample[text][: int(sample[mask].nonzero().max()) + 1].tolist()
+                num_counted = int(sample["loss_mask"].sum())
+                title = f"sample {number + 1} of {len(dataset)}: {text}, {num_counted} labels"
+                console.rule(title, align="left")
+                console.print(decode(ids), markup=False)
+    _show_lengths(console, data)
+
+
+def _show_lengths(console: Any, data: IndexedData) -> None:
+    for prefix in data.train_prefixes():
+        console.rule("lengths", align="left")
+        console.print(prefix)
+        console.print(length_picture(IndexedDataset(prefix, data.config.block_cache)))
+
+
+def show_documents(console: Any, prefix: str, tokenizer: Tokenizer | None, samples: int) -> None:
+    """Print documents of an indexed data set, and the lengths of all."""
+    indexed = IndexedDataset(written_path(prefix, "prefix"))
+    decode = as_numbers if tokenizer is None else tokenizer.decode
+    bounds = indexed.document_indices.tolist()
+    for number in range(min(samples, indexed.num_documents)):
+        sequences = [indexed[i] for i in range(bounds[number], bounds[number + 1])]
+        tokens = [token for sequence in sequences for token in sequence.tolist()]
+        title = f"document {number + 1} of {indexed.num_documents}: {len(tokens)} tokens"
+        console.rule(title, align="left")
+        end = None if tokenizer is None else tokenizer.eod
+        console.print(stream_text(tokens, end, decode))
+    console.rule("lengths", align="left")
+    console.print(length_picture(indexed))
+
+
+def _samples(arrays: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the samples in a row by their names: one, or the answers of a pair."""
+    if "tokens" in arrays:
+        return {"": arrays}
+    return {
+        f", {side}": {"tokens": arrays[side], "labels": arrays[f"{side}_labels"]} for side in SIDES
+    }

@@ -1,0 +1,176 @@
+"""Facts of a run's model that data read before the model is built: the folder's tokenizer and end
+tokens, and the size of the vocabulary. Known without Lightning, so that tools start at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from megatron_lightning.bridge.hub import find_file, local_folder
+from megatron_lightning.checkpoint.kept_files import KeptFiles, read_kept_files
+from megatron_lightning.checkpoint.text_record import (
+    GENERATION,
+    TextRecord,
+    end_tokens,
+    read_text_record,
+)
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
+from megatron_lightning.errors import CheckpointError, DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """Hugging Face folder of a model, without the weights.
+
+    Args:
+        path: Folder or Hub id.
+        revision: Branch, tag or commit of the Hub id. None: main.
+        trust_remote_code: Whether code in the folder may run.
+        checkpoint: Returns the checkpoint loaded by the run, if the checkpoint keeps the files of
+            the folder.
+    """
+
+    path: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    checkpoint: Callable[[], str | None] | None = None
+
+    @contextmanager
+    def files(self) -> Iterator[Path]:
+        """Yield a folder with the complete model except weights."""
+        path = self._place()
+        if (kept_files := _kept_files(path)) is not None:
+            with kept_files.unpacked() as folder:
+                yield folder
+        else:
+            yield local_folder(path, revision=self.revision, weights=False)
+
+    def tokenizer(self, new_tokens: Sequence[str] = ()) -> ChatTokenizer:
+        """Return the tokenizer.
+
+        Args:
+            new_tokens: Texts to add as new tokens.
+
+        Raises:
+            DataError: If the folder has no tokenizer.
+        """
+        with self.files() as folder:
+            trusts = self.trust_remote_code
+            return ChatTokenizer.load(folder, new_tokens=new_tokens, trust_remote_code=trusts)
+
+    def generation_ends(self) -> tuple[int, ...]:
+        """Return the ids at which generation stopped before training."""
+        if (record := _text_record(self._place())) is not None:
+            return record.ends_before
+        with self.files() as folder:
+            return _ends_in(find_file(folder, GENERATION)) or ()
+
+    def _place(self) -> str:
+        return (self.checkpoint and self.checkpoint()) or self.path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """Facts of a model. The defaults are those of a run without a model. A ``RunModel`` of the
+    data.
+
+    Args:
+        folder: Folder of the model. None: the model needs no folder.
+        vocab_size: Size of the vocabulary, if a ``TransformerConfig`` says it.
+        fills_experts: Whether experts are filled to a capacity.
+        reads_scores: Whether the loss reads scores of a reference from the data.
+    """
+
+    folder: ModelFolder | None = None
+    vocab_size: int | None = None
+    fills_experts: bool = False
+    reads_scores: bool = False
+
+    @classmethod
+    def of_module(cls, module: Any) -> ModelFacts:
+        """Return the facts of a LightningModule, or of a run without one."""
+        config = getattr(module, "config", None)
+        size = getattr(config, "vocab_size", None)
+        moe = config.moe if isinstance(config, TransformerConfig) else None
+        folder = getattr(module, "model_folder", None)
+        return cls(
+            folder=folder if isinstance(folder, ModelFolder) else None,
+            vocab_size=size if isinstance(size, int) else None,
+            fills_experts=moe is not None and moe.pad_expert_input_to_capacity,
+            reads_scores=getattr(module, "reference", None) == "scores",
+        )
+
+    def tokenizer(self, new_tokens: Sequence[str] = ()) -> ChatTokenizer | None:
+        """Return the tokenizer in the model's folder. None: there is no folder.
+
+        Args:
+            new_tokens: Texts to add as new tokens.
+
+        Raises:
+            DataError: If the folder has no tokenizer.
+        """
+        return None if self.folder is None else self.folder.tokenizer(new_tokens)
+
+    def generation_ends(self, tokenizer: object = None) -> tuple[int, ...]:
+        """Return the ids at which generation stops, of the generation configuration beside the
+        data's tokenizer, or of the model.
+
+        Args:
+            tokenizer: Folder of the data's tokenizer, a name, or a tokenizer.
+        """
+        folder = self.folder
+        if isinstance(tokenizer, str | Path):
+            is_own = folder is not None and str(tokenizer) == folder.path
+            revision = folder.revision if folder is not None and is_own else None
+            ends = _ends_in(find_file(tokenizer, GENERATION, revision=revision))
+            if ends is not None:
+                return ends
+        return () if folder is None else folder.generation_ends()
+
+    def tokenizer_files(self, tokenizer: ChatTokenizer, *, is_given: bool) -> KeptFiles | None:
+        """Return the files of the data's tokenizer. None: it is the tokenizer of the model's
+        folder.
+
+        Args:
+            tokenizer: The data's tokenizer.
+            is_given: Whether the data name a tokenizer of their own.
+        """
+        if not is_given and not tokenizer.added:
+            return None
+        if is_given:
+            try:
+                theirs = self.tokenizer()
+            except DataError:  # a folder without a tokenizer
+                theirs = None
+            if theirs is not None and theirs.is_equal(tokenizer):
+                return None
+        with TemporaryDirectory(prefix="tokenizer-") as folder:
+            tokenizer.tokenizer.save_pretrained(folder)
+            return KeptFiles.of_folder(Path(folder))
+
+
+def _ends_in(file: Path | None) -> tuple[int, ...] | None:
+    """Return the end tokens of a generation configuration. None: there is no file."""
+    return None if file is None else end_tokens({GENERATION: file.read_bytes()})
+
+
+def _text_record(path: str) -> TextRecord | None:
+    """Return the record of texts in a checkpoint. None: ``path`` is no checkpoint with a record."""
+    try:
+        return read_text_record(path)
+    except (CheckpointError, OSError):
+        return None
+
+
+def _kept_files(path: str) -> KeptFiles | None:
+    """Return the folder's files in a checkpoint. None: ``path`` is no checkpoint with a folder."""
+    try:
+        return read_kept_files(path)
+    except (CheckpointError, OSError):
+        return None
