@@ -229,8 +229,7 @@ class _ProbedCall:
         shape = (_PROBED_ROWS, self._length)
         rows = torch.randint(0, self._vocabulary, shape, generator=generator, device="cpu")
         output = self._model(input_ids=rows.to(self.device), **_without_cache(self._model))
-        states: Tensor = next(x for _, x in tensors(tuple(_plain(output))))
-        return states
+        return next(x for _, x in tensors(tuple(_plain(output))))
 
 
 def _plain(output: Any) -> Any:
@@ -245,7 +244,8 @@ def probed_length(model: nn.Module, num_ranks: int) -> int:
     values = config.to_dict().values()
     sizes = {size for p in model.parameters() for size in p.shape}
     sizes |= {value for value in values if isinstance(value, int)} | {_PROBED_ROWS}
-    step, most = 2 * num_ranks, getattr(config, "max_position_embeddings", None) or 4096
+    step, most = 2 * num_ranks, getattr(config, "max_position_embeddings", None) or -1
+    most = 4096 if most < 0 else most  # some configurations say -1 for any number
     first = -(-_PROBED_TOKENS // step) * step
     lengths = [*range(first, 4096, step), *range(first, 0, -step)]
     found: int = next(n for n in lengths if n <= most and not {n, n // num_ranks} & sizes)

@@ -104,7 +104,14 @@ class Probe:
                 cannot be shared.
         """
         with self._watching(), torch.no_grad():
-            call()
+            try:
+                call()
+            except (RuntimeError, ValueError, TypeError) as error:  # on every rank alike
+                raise ConfigError(
+                    f"{type(self._model).__name__} cannot be called with a short row, or modules "
+                    f"in it not twice ({str(error).splitlines()[0]}), and ranks that share "
+                    "sequences look for what mixes tokens. Set context_parallel_size to 1."
+                ) from error
         if not self._findings.blocks:
             raise ConfigError(
                 f"{type(self._model).__name__} has no list of blocks that get hidden states, which "
