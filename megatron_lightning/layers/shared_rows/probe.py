@@ -106,6 +106,8 @@ class Probe:
         with self._watching(), torch.no_grad():
             try:
                 call()
+            except ConfigError:
+                raise
             except (RuntimeError, ValueError, TypeError) as error:  # on every rank alike
                 raise ConfigError(
                     f"{type(self._model).__name__} cannot be called with a short row, or modules "
