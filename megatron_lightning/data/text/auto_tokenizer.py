@@ -43,7 +43,7 @@ def _configuration(folder: Path) -> dict[str, Any]:
         return {}
     from transformers import PreTrainedConfig
 
-    generic = PreTrainedConfig()
+    generic: Any = PreTrainedConfig()
     generic.model_type = str(config.get("model_type", ""))
     generic.model_name = config.get("model_name")
     generic.name_or_path = str(folder)
