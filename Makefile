@@ -1,10 +1,19 @@
 # Every command runs in .venv, which is made on first use from any Python of at least 3.10 and
 # follows constraints.txt.
 .DEFAULT_GOAL := help
-.PHONY: help install lint format check test test-all conformance docs dist demo gpu gpu-bench clean some-tests test-slice
+.PHONY: help install lint format check test test-all conformance docs dist demo gpu gpu-bench clean some-tests test-slice most-tests
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+INTEROP := .venv/.installed-interop
+# Packages that do not fit beside the others have an environment of their own, and pins of their own.
+APART := .venv/apart
+APART_INSTALLED := $(APART)/.installed
+NOT_APART := ^(anyio|httpcore2|httpx2?|importlib_metadata|pyarrow|urllib3)==
+APART_TESTS := tests/lightning/callbacks/test_trackers.py tests/project/test_cluster_launchers.py -k "mlflow or nemo_run"
+# What pytest reports, for benchmarks.slices: skips by module, and the record of docs/support.md.
+REPORT := .pytest_cache/report.xml
+REPORT_APART := .pytest_cache/apart.xml
 # One thread a rank: the tests start up to eight processes, and more threads only take the cores
 # from one another.
 export OMP_NUM_THREADS ?= 1
@@ -54,10 +63,30 @@ some-tests: $(INSTALLED)
 	$(BIN)/python -m pytest -q $(SOME)
 
 test-all: lint  ## lint, then every test that needs no GPU
-	$(BIN)/python -m pytest -q $(TWO_AT_ONCE) -m "not gpu"
+	@$(MAKE) --no-print-directory most-tests MOST='-m "not gpu"'
 
-test-slice: $(INSTALLED)  ## a seventh of the slow tests, another one every day of a week
-	$(BIN)/python -m pytest -q $(TWO_AT_ONCE) -m "slow and not gpu" --slice=$(SLICE)
+test-slice:  ## a seventh of the slow tests, another one every day of a week
+	@$(MAKE) --no-print-directory most-tests MOST='-m "slow and not gpu" --slice=$(SLICE)'
+
+$(INTEROP): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[test,interop]'
+	# Alone: it asks for a torchvision, and PyPI's does not run beside a CPU build of torch.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --no-deps litdata
+	@touch $@
+
+$(APART_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m venv $(APART)
+	grep -Ev '$(NOT_APART)' constraints.txt > $(APART)/constraints.txt
+	$(APART)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(APART)/constraints.txt -e '.[test,interop_apart]'
+	@touch $@
+
+# Both environments run before the result counts, and a skip without a reason fails.
+most-tests: $(INTEROP) $(APART_INSTALLED)
+	@failed=0; \
+	$(BIN)/python -m pytest -q $(TWO_AT_ONCE) $(MOST) --junitxml=$(REPORT) || failed=1; \
+	$(APART)/bin/python -m pytest -q $(APART_TESTS) -m "not gpu" --junitxml=$(REPORT_APART) || failed=1; \
+	$(BIN)/python -m benchmarks.slices $(REPORT) $(REPORT_APART) || failed=1; \
+	exit $$failed
 
 conformance: $(INSTALLED)  ## Lightning's own tests: make conformance LIGHTNING=/path/to/checkout MODE=one|two|pipeline PARTS="core loops"
 	$(BIN)/python -m tests.conformance.run "$(LIGHTNING)" --mode $(MODE) $(PARTS)

@@ -31,7 +31,7 @@ def describe() -> dict[str, Any]:
             "python": platform.python_version(),
             **{name: _version(name) for name in ("torch", "lightning", "numpy")},
         },
-        "commit": _commit(),
+        "commit": commit("megatron_lightning", "strategies"),
     }
 
 
@@ -56,6 +56,16 @@ def keep(
     stem.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
     stem.with_suffix(".md").write_text(page)
     return stem.with_suffix(".md")
+
+
+def commit(*folders: str) -> str | None:
+    """Return the commit, marked if a file of ``folders`` differs from it. None: no checkout."""
+    try:
+        found = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--", *folders)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"{found}-modified" if changed else found
 
 
 def status_bytes(field: str) -> int:
@@ -84,16 +94,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _commit() -> str | None:
-    """Return the commit, marked if the measured code differs from it."""
-    try:
-        commit = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("status", "--porcelain", "--", "megatron_lightning", "strategies")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return f"{commit}-modified" if changed else commit
 
 
 def _git(*command: str) -> str:

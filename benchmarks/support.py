@@ -4,9 +4,10 @@ refused.
     python -m benchmarks.support           # prints the tables
     python -m benchmarks.support --write   # docs/support.md
 
-The rows are in ``docs/support.yaml``. A refused cell names an entry of :data:`REFUSALS`: a Trainer
-on CPU processes that is refused in this process, before any other starts. The page prints
-the message.
+The rows are in ``docs/support.yaml``. A cell is tested if its test has passed in the record of
+:mod:`benchmarks.slices`; commit and date are printed beside the test. A refused cell names an entry
+of :data:`REFUSALS`: a Trainer on CPU processes that is refused in this process, before any other
+starts. The page prints the message.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks import gpu_tests, hf_coverage, machine
+from benchmarks import gpu_tests, hf_coverage, machine, slices
 from benchmarks.optimizers import BEGIN, END, write
+from benchmarks.outcomes import Outcome, read_record
 from megatron_lightning.config import (
     ContextOptions,
     DataParallelOptions,
@@ -39,7 +41,7 @@ from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
 from megatron_lightning.strategies.launch.popen_launcher import ScriptLauncher
 
-TABLE = machine.ROOT / "docs" / "support.yaml"
+TABLE = slices.TABLE
 PAGE = machine.ROOT / "docs" / "support.md"
 MEASURED = machine.ROOT / hf_coverage.TABLE
 LAYOUTS: Mapping[str, str] = {
@@ -228,16 +230,25 @@ class Notes:
         return f"refused [{self.lines.index(text) + 1}]"
 
 
-def cell(
-    row: Row, column: str, messages: Mapping[str, str], families: Mapping[str, Any], notes: Notes
-) -> str:
+class Records(NamedTuple):
+    """What was measured, for the cells of the page."""
+
+    slices: Mapping[str, Outcome]
+    """Test -> outcome on CPU processes."""
+    families: Mapping[str, Any]
+    """Cells of ``docs/hf_coverage.md``."""
+
+
+def cell(row: Row, column: str, messages: Mapping[str, str], records: Records, notes: Notes) -> str:
     """Return what a cell of the page says."""
-    words = []
-    if any(own == column for _, own, _ in row.tests()):
-        words.append("tested")
+    words = [
+        slices.word(slices.node(test, case), records.slices)
+        for test, own, case in row.tests()
+        if own == column
+    ]
     if column in row.measured:
         family, layout = row.measured[column].split()
-        kind, _, note = families[family][layout].partition(": ")
+        kind, _, note = records.families[family][layout].partition(": ")
         words.append(notes.number(note) if note else f"measured {kind}")
     if column in row.refused:
         words.append(notes.number(messages[row.refused[column]]))
@@ -250,11 +261,11 @@ def page_lines(messages: Mapping[str, str]) -> list[str]:
     Args:
         messages: Key of :data:`REFUSALS` -> message.
     """
-    families, notes, table = hf_coverage.read_table(MEASURED), Notes(), rows()
-    record = gpu_tests.read_record()
+    notes, table, record = Notes(), rows(), gpu_tests.read_record()
+    records = Records(read_record(slices.RECORD), hf_coverage.read_table(MEASURED))
 
     def line(row: Row, columns: Sequence[str]) -> str:
-        cells = (cell(row, column, messages, families, notes) for column in columns)
+        cells = (cell(row, column, messages, records, notes) for column in columns)
         return f"| [{row.feature}]({row.page}) | {' | '.join(cells)} |"
 
     lines = ["### By layout", ""]
@@ -268,12 +279,18 @@ def page_lines(messages: Mapping[str, str]) -> list[str]:
     lines += ["You get one of these messages before your first step:", ""]
     lines += [f"{number}. {note}" for number, note in enumerate(notes.lines, 1)]
     lines += ["", "### Tests", ""]
-    lines += ["To run the tests for your feature, pass their path below `tests/` to pytest:", ""]
+    lines += [
+        "To run the tests for your feature, pass their path below `tests/` to pytest. Behind each"
+    ]
+    lines += ["stand the last runs of its cases, by date and commit:", ""]
     for row in table:
         named = []
         for test, cells in row.tested.items():
             columns = ", ".join((LAYOUTS | KINDS)[column] for column in cells)  # type: ignore[operator]
-            named.append(f"    - `{test}`: {columns}")
+            runs = slices.place(
+                (slices.node(test, case) for case in cells.values()), records.slices
+            )
+            named.append(f"    - `{test}`: {columns} ({runs})")
         lines += [f"- {row.feature}", *named] if named else []
     return lines
 

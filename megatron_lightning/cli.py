@@ -7,6 +7,7 @@ nearest valid option, and in exit code 2. Any other error keeps the traceback.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import os
@@ -17,8 +18,8 @@ import traceback
 import types
 import typing
 from argparse import ArgumentError
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import docstring_parser
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
@@ -249,50 +250,81 @@ def _call(
     return function(**_arguments(function, settings))
 
 
+class _Option(NamedTuple):
+    """Option of a command: a parameter of its function, or a field of a parameter's dataclass."""
+
+    name: str
+    hint: Any
+    default: Any
+    """``Parameter.empty``: the option is required."""
+    is_named: bool
+    """Whether the option is never positional."""
+    description: str | None
+
+
+def _options_of(function: Callable[..., Any]) -> Iterator[_Option]:
+    """Yield the options of a function. The fields of a dataclass are options like others."""
+    hints, described = typing.get_type_hints(function), _descriptions(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if not dataclasses.is_dataclass(hints[name]):
+            is_named = parameter.kind is parameter.KEYWORD_ONLY
+            yield _Option(name, hints[name], parameter.default, is_named, described[name])
+            continue
+        inner_hints, inner = typing.get_type_hints(hints[name]), _descriptions(hints[name])
+        for one in dataclasses.fields(hints[name]):
+            default = parameter.empty if one.default is dataclasses.MISSING else one.default
+            yield _Option(one.name, inner_hints[one.name], default, True, inner[one.name])
+
+
+def _descriptions(documented: Any) -> dict[str, str | None]:
+    found = docstring_parser.parse_from_object(documented)
+    return {param.arg_name: param.description for param in found.params}
+
+
 def _add_options(
     parser: ArgumentParser, function: Callable[..., Any], required_as_positional: bool
 ) -> None:
-    """Add the parameters of ``function``. A list takes several words, a bool needs no value, and a
+    """Add the options of ``function``. A list takes several words, a bool needs no value, and a
     keyword-only parameter is never positional.
     """
-    documented = docstring_parser.parse(inspect.getdoc(function) or "")
-    described = {param.arg_name: param.description for param in documented.params}
-    parser.description = documented.short_description
-    hints = typing.get_type_hints(function)
-    for name, parameter in inspect.signature(function).parameters.items():
-        required = parameter.default is parameter.empty
-        default = None if required else parameter.default
-        settings: dict[str, Any] = {"type": hints[name]}
-        if element := _element_of_list(hints[name]):
+    parser.description = docstring_parser.parse(inspect.getdoc(function) or "").short_description
+    for name, hint, given, is_named, description in _options_of(function):
+        is_required = given is inspect.Parameter.empty
+        positional = is_required and required_as_positional and not is_named
+        default = None if is_required else given
+        settings: dict[str, Any] = {"type": hint}
+        if element := _element_of_list(hint):
             settings = {"type": list[element] | element, "nargs": "+"}  # type: ignore[valid-type]
             default = [default] if isinstance(default, str) else default and list(default)
-        elif hints[name] is bool:  # with positional arguments the next word is an argument
+        elif hint is bool:  # with positional arguments the next word is an argument
             settings = (
                 {"action": "store_true"}
                 if required_as_positional
                 else {"type": bool, "nargs": "?", "const": True}
             )
-        is_named = parameter.kind is parameter.KEYWORD_ONLY
-        positional = required and required_as_positional and not is_named
         if not positional:
-            settings |= {"required": True} if required else {"default": default}
-        parser.add_argument(name if positional else f"--{name}", help=described[name], **settings)
+            settings |= {"required": True} if is_required else {"default": default}
+        parser.add_argument(name if positional else f"--{name}", help=description, **settings)
 
 
 def _arguments(function: Callable[..., Any], settings: Namespace) -> dict[str, Any]:
-    arguments = {}
-    for name, hint in typing.get_type_hints(function).items():
-        value = settings.get(name)
-        if value is not None and _element_of_list(hint):
+    values = {}
+    for option in _options_of(function):
+        value = settings.get(option.name)
+        if value is not None and _element_of_list(option.hint):
             # A word may be "[a, b]".
             value = [
                 item for word in value for item in (word if isinstance(word, list) else [word])
             ]
-            takes_one = isinstance(hint, types.UnionType) and str in typing.get_args(hint)
+            kinds = typing.get_args(option.hint)
+            takes_one = isinstance(option.hint, types.UnionType) and str in kinds
             value = value[0] if takes_one and len(value) == 1 else value
-        arguments[name] = value
-    arguments.pop("return")
-    return arguments
+        values[option.name] = value
+    for name, group in typing.get_type_hints(function).items():
+        if isinstance(group, type) and dataclasses.is_dataclass(group):
+            names = [one.name for one in dataclasses.fields(group)]
+            values[name] = group(**{one: values.pop(one) for one in names})
+    return values
 
 
 def _element_of_list(hint: Any) -> type | None:

@@ -14,6 +14,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
 
 # Before torch is imported; the fork server's ranks inherit it.
@@ -94,6 +96,18 @@ def pytest_collection_modifyitems(
         first, _, stride = text.partition("/")
         items[:] = items[int(first) :: int(stride)]
     return result
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Note commit, date and torch's version in the report of each test, for the kept records."""
+    if session.config.getoption("xmlpath"):
+        from benchmarks import machine
+
+        commit = machine.commit("megatron_lightning", "strategies", "callbacks", "tests")
+        today = datetime.now(timezone.utc).date().isoformat()
+        for item in session.items:
+            facts = ("commit", commit or ""), ("date", today), ("torch", version("torch"))
+            item.user_properties.extend(facts)
 
 
 def _skip_without_gpu(items: list[pytest.Item]) -> None:

@@ -35,8 +35,9 @@ from megatron_lightning.checkpoint.format.storage import is_plain_file, is_remot
 from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
+from megatron_lightning.file_names import CONFIG
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.optional import require
+from megatron_lightning.optional import HF_FOLDER, require
 from megatron_lightning.parallel.shards.spec import Box
 
 ModelKind = Literal["transformers", "gpt"]
@@ -378,7 +379,7 @@ class AutoBridge(FolderModel):
         Every class named by ``config.json`` can be trained. :class:`HuggingFaceModule` can train
         the classes listed here.
         """
-        require("transformers", "a folder of Hugging Face")
+        require("transformers", HF_FOLDER)
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
@@ -452,4 +453,4 @@ def is_checkpoint(path: str | Path) -> bool:
     """Return whether a path is a checkpoint of ours, or a plain Lightning checkpoint."""
     if is_remote(path) or is_plain_file(path):
         return True
-    return not (Path(path) / "config.json").exists() and is_committed(path)
+    return not (Path(path) / CONFIG).exists() and is_committed(path)

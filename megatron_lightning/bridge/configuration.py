@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_lightning.errors import ConfigError, MissingCheckpointError
-from megatron_lightning.optional import require
+from megatron_lightning.file_names import CONFIG, GENERATION_CONFIG
+from megatron_lightning.optional import HF_FOLDER, require
 
-CONFIG = "config.json"
 TIE = "tie_word_embeddings"
 """Entry of a configuration: whether embedding and output layer share a weight."""
 _SAME_AS = MappingProxyType({"kimi_k2": "deepseek_v3"})
@@ -26,10 +26,10 @@ def load_config(path: Path, *, trust_remote_code: bool) -> Any:
         MissingCheckpointError: If the folder has none.
         ConfigError: If the configuration is damaged, or ``transformers`` does not know the model.
     """
-    require("transformers", "a folder of Hugging Face")
+    require("transformers", HF_FOLDER)
     from transformers import AutoConfig
 
-    file = path / "config.json"
+    file = path / CONFIG
     if not file.is_file():
         raise MissingCheckpointError(
             f"{path} has no config.json, so its model is unknown. Name a folder that "
@@ -111,10 +111,10 @@ def with_vocabulary_size(config: Any, size: int) -> Any:
 
 def load_generation_config(path: Path) -> Any:
     """Return the configuration of text generation. None: the folder has none."""
-    require("transformers", "a folder of Hugging Face")
+    require("transformers", HF_FOLDER)
     from transformers import GenerationConfig
 
-    file = path / "generation_config.json"
+    file = path / GENERATION_CONFIG
     return GenerationConfig.from_dict(dict(_json_of(file))) if file.is_file() else None
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_lightning.bridge.configuration import CONFIG, add_rope_schema
+from megatron_lightning.bridge.configuration import add_rope_schema
 from megatron_lightning.bridge.file_writer import Chunk, FileWriter
-from megatron_lightning.bridge.folder import INDEX, PICKLE_INDEX, SINGLE, FolderTensors
+from megatron_lightning.bridge.folder import FolderTensors
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.new_files import header_of
 from megatron_lightning.bridge.safetensors_file import Header
@@ -39,6 +39,7 @@ from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.format.streaming import slabs
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.file_names import CONFIG, PICKLED_INDEX, WEIGHTS, WEIGHTS_INDEX
 from megatron_lightning.parallel.grid.context import ALONE, AxisGroup
 
 _CHUNK_BYTES = 64 << 20  # largest box in memory
@@ -141,16 +142,16 @@ def _with_index(files: Mapping[str, bytes], headers: Mapping[str, Header]) -> di
     """Return the files with the index of the weight files. A source's index may name other files,
     or none may be there.
     """
-    contents = {name: x for name, x in files.items() if name not in (INDEX, PICKLE_INDEX)}
+    contents = {name: x for name, x in files.items() if name not in (WEIGHTS_INDEX, PICKLED_INDEX)}
     table = {stored.name: file for file, h in headers.items() for stored in h.tensors}
-    if set(headers) == {SINGLE}:
+    if set(headers) == {WEIGHTS}:
         return contents
-    index = files.get(INDEX)
+    index = files.get(WEIGHTS_INDEX)
     if index is None or json.loads(index)["weight_map"] != table:
         size = sum(t.stop - t.start for header in headers.values() for t in header.tensors)
         entries = {"metadata": {"total_size": size}, "weight_map": table}
         index = json.dumps(entries, indent=2, sort_keys=True).encode() + b"\n"
-    return {**contents, INDEX: index}
+    return {**contents, WEIGHTS_INDEX: index}
 
 
 def _write(
@@ -210,7 +211,7 @@ def _follow_dtype(config: Path, like: FolderTensors, tensors: Mapping[str, Lazy]
     # Keys of transformers 5, and of earlier versions.
     _edit(config, dict.fromkeys(("dtype", "torch_dtype"), name))
     num_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
-    index = config.with_name(INDEX)
+    index = config.with_name(WEIGHTS_INDEX)
     if index.exists():
         _edit(index, {"total_size": num_bytes}, "metadata")
 

@@ -34,11 +34,9 @@ from megatron_lightning.bridge.safetensors_file import (
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
+from megatron_lightning.file_names import PICKLED_INDEX, PICKLED_WEIGHTS, WEIGHTS, WEIGHTS_INDEX
 from megatron_lightning.parallel.shards.spec import Box, Shape
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLE = "pytorch_model.bin"
-PICKLE_INDEX = f"{PICKLE}.index.json"
 _STALE = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 """Buffers in files of earlier versions of ``transformers``, which computes them today."""
 _MAX_INDEX_BYTES = 1 << 30
@@ -155,7 +153,7 @@ class HuggingFaceFolder(FolderTensors):
         self._mapped = MappedFiles(path, _WAY_OUT)
         self._pickled: dict[str, Tensor] = {}
         self._index_file: bytes | None = None  # of a pickle's tensors in safetensors files
-        if (path / SINGLE).exists() or (path / INDEX).exists():
+        if (path / WEIGHTS).exists() or (path / WEIGHTS_INDEX).exists():
             self._add_files(path)
         else:
             self._add_pickles(path)
@@ -176,15 +174,16 @@ class HuggingFaceFolder(FolderTensors):
             self.add_file(file, header)
 
     def _add_files(self, path: Path) -> None:
-        index = None if (path / SINGLE).exists() else _read_index(path)
-        for file in [SINGLE] if index is None else sorted(set(index.values())):
+        index = None if (path / WEIGHTS).exists() else _read_index(path)
+        for file in [WEIGHTS] if index is None else sorted(set(index.values())):
             self._mapped.size(file)
             self.add_file(file, read_header(path / file))
         place = {t.name: file for file, header in self.headers.items() for t in header.tensors}
         if index is not None and (difference := _first_difference(index, place)):
             raise CheckpointError(
-                f"{path / INDEX} says that {difference} is in {index.get(difference, 'no file')}, "
-                f"and it is in {place.get(difference, 'no file')}. Download or restore the folder."
+                f"{path / WEIGHTS_INDEX} says that {difference} is in "
+                f"{index.get(difference, 'no file')}, and it is in "
+                f"{place.get(difference, 'no file')}. Download or restore the folder."
             )
 
     @cached_property
@@ -192,7 +191,7 @@ class HuggingFaceFolder(FolderTensors):
         """All other files: configuration, tokenizer, licences."""
         contents = dict(KeptFiles.of_folder(self.path).contents)
         if self._index_file is not None:
-            contents[INDEX] = self._index_file
+            contents[WEIGHTS_INDEX] = self._index_file
         return KeptFiles(contents)
 
     def _read(self, file: str, stored: StoredTensor, box: Box, out: Tensor) -> None:
@@ -218,7 +217,7 @@ def stale_buffers(names: Iterable[str]) -> list[str]:
     return [name for name in names if _STALE.search(name)]
 
 
-def _read_index(path: Path, name: str = INDEX) -> Mapping[str, str] | None:
+def _read_index(path: Path, name: str = WEIGHTS_INDEX) -> Mapping[str, str] | None:
     """Return the index of a folder: name of a tensor -> file name. None: there is no index.
 
     Raises:
@@ -259,12 +258,12 @@ def _pickled(path: Path) -> dict[str, Tensor]:
     """
     if not path.is_dir():
         raise MissingCheckpointError.at(path)
-    index = _read_index(path, PICKLE_INDEX)
-    files = [PICKLE] if index is None else sorted(set(index.values()))
-    if index is None and not (path / PICKLE).exists():
+    index = _read_index(path, PICKLED_INDEX)
+    files = [PICKLED_WEIGHTS] if index is None else sorted(set(index.values()))
+    if index is None and not (path / PICKLED_WEIGHTS).exists():
         raise CheckpointError(
-            f"{path} has neither {SINGLE} nor {INDEX} nor {PICKLE}, so it has no weights. Name a "
-            "folder that save_pretrained of transformers has written."
+            f"{path} has neither {WEIGHTS} nor {WEIGHTS_INDEX} nor {PICKLED_WEIGHTS}, so it has "
+            "no weights. Name a folder that save_pretrained of transformers has written."
         )
     tensors: dict[str, Tensor] = {}
     for file in files:

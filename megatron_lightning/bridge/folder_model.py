@@ -13,7 +13,6 @@ from torch import nn
 from typing_extensions import Self
 
 from megatron_lightning.bridge.configuration import (
-    CONFIG,
     TIE,
     config_text,
     load_config,
@@ -41,7 +40,8 @@ from megatron_lightning.bridge.transformers_model import (
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.config.class_paths import check_known, config_of_checkpoint
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optional import require
+from megatron_lightning.file_names import CONFIG
+from megatron_lightning.optional import HF_FOLDER, require
 
 
 class Plan(NamedTuple):
@@ -147,7 +147,7 @@ class FolderModel:
         Raises:
             ConfigError: If ``transformers`` has no such class.
         """
-        require("transformers", "a folder of Hugging Face")
+        require("transformers", HF_FOLDER)
         import transformers
 
         names = list(getattr(self.config, "architectures", None) or ())
@@ -155,14 +155,14 @@ class FolderModel:
             names = [self._change.architecture]
         remote = getattr(self.config, "auto_map", {}) if self._trusts else {}
         if "AutoModelForCausalLM" in remote:
-            require("transformers", "a folder of Hugging Face")
+            require("transformers", HF_FOLDER)
             from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
             return get_class_from_dynamic_module(remote["AutoModelForCausalLM"], str(self.path))
         model_class = next((getattr(transformers, name, None) for name in names), None)
         if model_class is None:
             raise ConfigError(
-                f"{self.path / 'config.json'} names the architectures {names}, and transformers "
+                f"{self.path / CONFIG} names the architectures {names}, and transformers "
                 f"{transformers.__version__} has none of them. Install a version that has, or set "
                 "trust_remote_code=True if the folder has code that you trust."
             )

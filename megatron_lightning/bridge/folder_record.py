@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.bridge.folder import INDEX, FolderTensors, HuggingFaceFolder, stale_buffers
+from megatron_lightning.bridge.folder import FolderTensors, HuggingFaceFolder, stale_buffers
 from megatron_lightning.bridge.lazy import Fill, Lazy, NoValuesError
 from megatron_lightning.bridge.new_files import new_files
 from megatron_lightning.bridge.remembered_folders import (
@@ -34,6 +34,7 @@ from megatron_lightning.checkpoint.kept_files import KEPT, KeptFiles, kept_entry
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.checkpoint.text_record import TextRecord
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.file_names import WEIGHTS_INDEX
 from megatron_lightning.parallel.shards.spec import Box, Shape
 
 _MAX_CARRIED_BYTES = 64 << 20
@@ -245,9 +246,9 @@ def keep(
         new = new_files(table | changed.added)
         contents_of = {**files.contents, **changed.files}
         tables = new.headers
-        contents_of.pop(INDEX, None)
+        contents_of.pop(WEIGHTS_INDEX, None)
         if new.index_file is not None:
-            contents_of[INDEX] = new.index_file
+            contents_of[WEIGHTS_INDEX] = new.index_file
         files = KeptFiles(contents_of)
     return KeptFolder(
         folder.path,

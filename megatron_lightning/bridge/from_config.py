@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from megatron_lightning.bridge.configuration import CONFIG, config_text
-from megatron_lightning.bridge.folder import INDEX
+from megatron_lightning.bridge.configuration import config_text
 from megatron_lightning.bridge.folder_record import KeptFolder
 from megatron_lightning.bridge.new_files import new_files
 from megatron_lightning.bridge.transformers_model import saved_table
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optional import require
+from megatron_lightning.file_names import CARD, CONFIG, GENERATION_CONFIG, WEIGHTS_INDEX
+from megatron_lightning.optional import HF_FOLDER, require
 
 _CARD = """# {name}
 
@@ -44,11 +44,11 @@ def new_folder(config: Any, max_shard_size: str = "5GB") -> KeptFolder:
     files = new_files(saved_table(model), max_shard_size)
     contents = {
         CONFIG: config_text(config),
-        "generation_config.json": generation_text(config),
-        "README.md": model_card(model_class.__name__),
+        GENERATION_CONFIG: generation_text(config),
+        CARD: model_card(model_class.__name__),
     }
     if files.index_file is not None:
-        contents[INDEX] = files.index_file
+        contents[WEIGHTS_INDEX] = files.index_file
     return KeptFolder(
         Path(f"a new {model_class.__name__}"),
         origin="",
@@ -69,7 +69,7 @@ def generation_text(config: Any) -> bytes:
 
 def model_card(architecture: str) -> bytes:
     """Return the content of README.md, with metadata for the Hub."""
-    require("huggingface_hub", "a folder of Hugging Face")
+    require("huggingface_hub", HF_FOLDER)
     from huggingface_hub import ModelCard, ModelCardData
 
     data = ModelCardData(library_name="transformers", pipeline_tag="text-generation")
@@ -78,7 +78,7 @@ def model_card(architecture: str) -> bytes:
 
 
 def _class_of(config: Any) -> Any:
-    require("transformers", "a folder of Hugging Face")
+    require("transformers", HF_FOLDER)
     import transformers
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 

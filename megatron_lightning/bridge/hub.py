@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lightning.bridge.folder import INDEX, PICKLE, PICKLE_INDEX, SINGLE
 from megatron_lightning.errors import MissingCheckpointError
-from megatron_lightning.optional import require
+from megatron_lightning.file_names import PICKLED_INDEX, PICKLED_WEIGHTS, WEIGHTS, WEIGHTS_INDEX
+from megatron_lightning.optional import HF_FOLDER, require
 
 TEXTS = (
     "*.json", "*.model", "*.model.*", "*.txt", "*.jinja", "*.py", "*.md", "*.tiktoken", "*.spm",
@@ -39,7 +39,7 @@ def local_folder(path: str | Path, *, revision: str | None = None, weights: bool
         return Path(path)
     if Path(path).suffix == ".ckpt":  # of a checkpoint: no request of the Hub could help
         raise MissingCheckpointError.at(path)
-    require("huggingface_hub", "a folder of Hugging Face")
+    require("huggingface_hub", HF_FOLDER)
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
@@ -54,8 +54,8 @@ def local_folder(path: str | Path, *, revision: str | None = None, weights: bool
             # The texts come first: the index says which files hold the weights.
             files = weight_files(snapshot)
             snapshot = _snapshot(path, revision, files)
-            if files == (SINGLE,) and not (snapshot / SINGLE).exists():
-                snapshot = _snapshot(path, revision, (PICKLE,))
+            if files == (WEIGHTS,) and not (snapshot / WEIGHTS).exists():
+                snapshot = _snapshot(path, revision, (PICKLED_WEIGHTS,))
         return snapshot
     except Exception as error:
         reason = _reason(error)
@@ -82,7 +82,7 @@ def find_file(path: str | Path, name: str, *, revision: str | None = None) -> Pa
     if Path(path).exists():
         file = Path(path) / name
         return file if file.is_file() else None
-    require("huggingface_hub", "a folder of Hugging Face")
+    require("huggingface_hub", HF_FOLDER)
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -109,7 +109,7 @@ def _is_absent(error: Exception) -> bool:
     """Return whether an error says that a file does not exist, or is not in the cache offline. A
     request without an answer ends in an error of the cache, too.
     """
-    require("huggingface_hub", "a folder of Hugging Face")
+    require("huggingface_hub", HF_FOLDER)
     from huggingface_hub.errors import (
         EntryNotFoundError,
         LocalEntryNotFoundError,
@@ -127,7 +127,7 @@ def _reason(error: BaseException) -> str:
 
 def _cached(path: str | Path, revision: str | None, *, weights: bool) -> Path | None:
     """Return the snapshot in the cache. None: there is none, or files are missing from it."""
-    require("huggingface_hub", "a folder of Hugging Face")
+    require("huggingface_hub", HF_FOLDER)
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
@@ -140,11 +140,11 @@ def _cached(path: str | Path, revision: str | None, *, weights: bool) -> Path | 
 
 def weight_files(folder: Path) -> tuple[str, ...]:
     """Return a folder's weight files, by the folder's indexes. Not all files need to exist yet."""
-    if not (folder / SINGLE).exists():
-        for index in (INDEX, PICKLE_INDEX):
+    if not (folder / WEIGHTS).exists():
+        for index in (WEIGHTS_INDEX, PICKLED_INDEX):
             if (folder / index).exists() and (files := _listed(folder / index)):
                 return files
-    return (PICKLE,) if (folder / PICKLE).exists() else (SINGLE,)
+    return (PICKLED_WEIGHTS,) if (folder / PICKLED_WEIGHTS).exists() else (WEIGHTS,)
 
 
 def _listed(index: Path) -> tuple[str, ...]:
@@ -157,7 +157,7 @@ def _listed(index: Path) -> tuple[str, ...]:
 def _snapshot(
     path: str | Path, revision: str | None, files: Sequence[str], *, cached: bool = False
 ) -> Path:
-    require("huggingface_hub", "a folder of Hugging Face")
+    require("huggingface_hub", HF_FOLDER)
     from huggingface_hub import snapshot_download
 
     options: dict[str, Any] = {"allow_patterns": list(files), "ignore_patterns": [*_OTHER_FOLDERS]}

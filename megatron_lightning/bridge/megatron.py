@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.bridge.auto import AutoBridge, ModelKind
-from megatron_lightning.bridge.folder import INDEX, PICKLE, SINGLE
 from megatron_lightning.bridge.folder_record import KeptFolder
 from megatron_lightning.bridge.hub import local_folder
 from megatron_lightning.bridge.lazy import Lazy
@@ -28,6 +27,7 @@ from megatron_lightning.bridge.torch_dist import MegatronFolder
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.file_names import PICKLED_WEIGHTS, WEIGHTS, WEIGHTS_INDEX
 from megatron_lightning.models.blueprint import LAYER, model_weights, saved_tensors
 from megatron_lightning.parallel.shards.spec import Box, Shape
 
@@ -86,7 +86,9 @@ class MegatronBridge:
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "family": family}
         folder_options = {**options, "origin": str(like), "revision": revision}
         source = local_folder(folder_options["origin"], revision=revision, weights=False)
-        has_weights = any((source / name).exists() for name in (SINGLE, INDEX, PICKLE))
+        has_weights = any(
+            (source / name).exists() for name in (WEIGHTS, WEIGHTS_INDEX, PICKLED_WEIGHTS)
+        )
         # A folder with a configuration and a tokenizer, but without weights, is enough: names
         # follow from the model's class.
         if has_weights or not Path(like).is_dir():  # a Hub id in the cache
@@ -162,7 +164,7 @@ def _new_folder(bridge: AutoBridge, checkpoint: MegatronFolder) -> KeptFolder:
     )
     contents = dict(KeptFiles.of_folder(bridge.path).contents)
     if files.index_file is not None:
-        contents[INDEX] = files.index_file
+        contents[WEIGHTS_INDEX] = files.index_file
     return KeptFolder(
         bridge.path,
         origin=str(bridge.path),

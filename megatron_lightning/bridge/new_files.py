@@ -11,7 +11,7 @@ import torch
 from megatron_lightning.bridge.safetensors_file import Header, StoredTensor
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.format.shard_file import header_bytes, header_entry
-from megatron_lightning.optional import require
+from megatron_lightning.optional import HF_FOLDER, require
 
 
 class NewFiles(NamedTuple):
@@ -44,7 +44,7 @@ def new_files(
         tensors: Name -> shape and dtype.
         max_shard_size: Largest file, in the notation of ``save_pretrained``.
     """
-    require("huggingface_hub", "a folder of Hugging Face")
+    require("huggingface_hub", HF_FOLDER)
     from huggingface_hub import split_state_dict_into_shards_factory
 
     infos = {name: TensorInfo(tuple(shape), dtype) for name, (shape, dtype) in tensors.items()}

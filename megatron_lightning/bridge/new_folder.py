@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_lightning.bridge.configuration import config_text
 from megatron_lightning.bridge.families import family_like, family_of
-from megatron_lightning.bridge.folder import INDEX, FolderTensors
+from megatron_lightning.bridge.folder import FolderTensors
 from megatron_lightning.bridge.gpt import GPTFolder
 from megatron_lightning.bridge.hub import TEXTS, local_folder
 from megatron_lightning.bridge.new_files import new_files
@@ -28,8 +28,9 @@ from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.checkpoint.text_record import TextRecord
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.file_names import CARD, CONFIG, GENERATION_CONFIG, WEIGHTS_INDEX
 from megatron_lightning.models.blueprint import saved_tensors
-from megatron_lightning.optional import require
+from megatron_lightning.optional import HF_FOLDER, require
 from megatron_lightning.parallel.shards.spec import Box
 
 _CARD = """---
@@ -41,7 +42,7 @@ pipeline_tag: text-generation
 
 A language model of the class `{architecture}`, trained with `megatron_lightning`.
 """
-_NO_TOKENIZER = ("config.json", "generation_config.json", INDEX, "README.md", "params.json")
+_NO_TOKENIZER = (CONFIG, GENERATION_CONFIG, WEIGHTS_INDEX, CARD, "params.json")
 _SPECIAL = ("bos", "eos", "pad")
 _MARK = "0123"  # an answer with a recognizable end in a chat template
 
@@ -72,7 +73,7 @@ class NewFolder(FolderTensors):
         tokenizer: str | None,
         texts: TextRecord | None,
     ) -> None:
-        require("huggingface_hub", "a folder of Hugging Face")
+        require("huggingface_hub", HF_FOLDER)
         from huggingface_hub.errors import StrictDataclassFieldValidationError
 
         super().__init__(path)
@@ -90,9 +91,9 @@ class NewFolder(FolderTensors):
         self.config.dtype = dtypes["decoder.final_layernorm.weight"]
         contents = self._texts(config, tokenizer, texts)
         if files.index_file is not None:
-            contents[INDEX] = files.index_file
+            contents[WEIGHTS_INDEX] = files.index_file
         card = _CARD.format(name=path.stem, architecture=family.architecture)
-        contents |= {"config.json": config_text(self.config), "README.md": card.encode()}
+        contents |= {CONFIG: config_text(self.config), CARD: card.encode()}
         self._contents = contents
 
     @cached_property
@@ -139,12 +140,12 @@ class NewFolder(FolderTensors):
             for file in folder.glob(pattern)
             if file.is_file() and file.name not in _NO_TOKENIZER
         }
-        contents["generation_config.json"] = json.dumps(generation, indent=2).encode() + b"\n"
+        contents[GENERATION_CONFIG] = json.dumps(generation, indent=2).encode() + b"\n"
         return contents
 
 
 def _load_tokenizer(path: str) -> tuple[Any, Path]:
-    require("transformers", "a folder of Hugging Face")
+    require("transformers", HF_FOLDER)
     from transformers import AutoTokenizer
 
     folder = local_folder(path, weights=False)
@@ -207,7 +208,7 @@ def new_gpt_folder(
             f"the family {family} does not describe the model of {checkpoint}: it lacks "
             f"{', '.join(missing_names)}. Leave --family out to take the first that does."
         )
-    require("transformers", "a folder of Hugging Face")
+    require("transformers", HF_FOLDER)
     import transformers
 
     model_class = getattr(transformers, chosen.architecture)

@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.bridge.configuration import CONFIG, config_text, with_vocabulary_size
+from megatron_lightning.bridge.configuration import config_text, with_vocabulary_size
 from megatron_lightning.bridge.folder_model import FolderModel
 from megatron_lightning.bridge.folder_record import ChangedTable, KeptFolder, keep
 from megatron_lightning.bridge.inverse import uses_of
 from megatron_lightning.bridge.lazy import Fill, Lazy
 from megatron_lightning.bridge.transformers_model import lazy_parameters, pending_tensors
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.file_names import CONFIG
 from megatron_lightning.parallel.shards.spec import Box, Shape
 
 _MULTIPLE = 64

@@ -21,13 +21,14 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
-from megatron_lightning.bridge.configuration import CONFIG, add_rope_schema
-from megatron_lightning.bridge.folder import INDEX, FolderTensors
+from megatron_lightning.bridge.configuration import add_rope_schema
+from megatron_lightning.bridge.folder import FolderTensors
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.new_files import new_files
 from megatron_lightning.bridge.safetensors_file import StoredTensor
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.file_names import CONFIG, WEIGHTS_INDEX
 from megatron_lightning.parallel.shards.spec import Box, Shape
 
 METHODS = ("fp8", "mxfp4")
@@ -96,13 +97,13 @@ def quantization_of(config: Path) -> Mapping[str, Any] | None:
 
 
 def _dequantized_files(files: KeptFiles, index: bytes | None) -> KeptFiles:
-    contents = {name: c for name, c in files.contents.items() if name != INDEX}
+    contents = {name: c for name, c in files.contents.items() if name != WEIGHTS_INDEX}
     config = json.loads(contents[CONFIG])
     del config["quantization_config"]
     config |= dict.fromkeys({"dtype", "torch_dtype"} & set(config) or {"dtype"}, "bfloat16")
     add_rope_schema(config)
     contents[CONFIG] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
-    return KeptFiles(contents if index is None else {**contents, INDEX: index})
+    return KeptFiles(contents if index is None else {**contents, WEIGHTS_INDEX: index})
 
 
 # --------------------------------------------------------------------------------------------- fp8

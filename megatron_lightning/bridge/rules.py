@@ -38,7 +38,7 @@ from megatron_lightning.bridge.tensor_ops import Copied, Move
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.models.blueprint import LAYER, PREDICTING, saved_tensors
-from megatron_lightning.optional import require
+from megatron_lightning.optional import HF_FOLDER, require
 from megatron_lightning.parallel.shards.spec import Box, Shape
 
 Sources = str | tuple[Move | str, ...]
@@ -120,7 +120,7 @@ def to_config(family: type[Family], theirs: Any, path: object) -> TransformerCon
 
 def _unread(family: type[Family], settings: Settings, config: TransformerConfig) -> list[str]:
     """Return the keys read by no row, with another value than implied by the family."""
-    require("transformers", "a folder of Hugging Face")
+    require("transformers", HF_FOLDER)
     from transformers import PretrainedConfig
 
     implied = to_theirs(family, config).to_dict()
@@ -133,7 +133,7 @@ def _unread(family: type[Family], settings: Settings, config: TransformerConfig)
 
 def to_theirs(family: type[Family], config: TransformerConfig) -> Any:
     """Return a family's configuration of ``transformers`` for our configuration."""
-    require("transformers", "a folder of Hugging Face")
+    require("transformers", HF_FOLDER)
     import transformers
 
     ours, keys = flat(config), Values()

@@ -16,7 +16,7 @@ from megatron_lightning.bridge.folder_record import KeptFolder
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.new_folder import NewFolder
 from megatron_lightning.bridge.transformers_model import lazy_model
-from megatron_lightning.optional import require
+from megatron_lightning.optional import HF_FOLDER, require
 
 
 class _Table(NamedTuple):
@@ -72,7 +72,7 @@ def tied_tensors(
 def _model_of(folder: FolderTensors, *, trust_remote_code: bool) -> tuple[Any, Any]:
     """Return configuration and class of the folder's model."""
     if isinstance(folder, NewFolder):
-        require("transformers", "a folder of Hugging Face")
+        require("transformers", HF_FOLDER)
         import transformers
 
         return folder.config, getattr(transformers, folder.config.architectures[0])

@@ -5,6 +5,8 @@
     iter_0000007/.metadata               a pickle: every tensor's parts, and their places in files
     iter_0000007/__0_0.distcp            parts of tensors, each an archive of ``torch.save``
 
+NeMo 2.0 writes such a folder as ``NAME/weights``, and ``module.`` before every name.
+
 Pickles run no code here: :mod:`~megatron_lightning.bridge.inert_pickle` replaces each of the few
 allowed classes by a record of what was pickled. Values are read from mapped files. Objects
 (``_extra_state``, ``common.pt``) are never read.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -28,9 +31,14 @@ from megatron_lightning.bridge.inert_pickle import Record, read_archive, unpickl
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.mapped_files import MappedFiles, file_status
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
+from megatron_lightning.file_names import CONFIG
 from megatron_lightning.parallel.shards.spec import Box, Shape
 
 TRACKER, ABOUT, TABLE = "latest_checkpointed_iteration.txt", "metadata.json", ".metadata"
+_NEMO_FOLDER, _NEMO_PREFIX = (
+    "weights",
+    re.compile(r"^((?:.*?optimizer\.state\.\w+\.)?)module\.(.+)"),
+)
 _FORMAT = "torch_dist"
 _MAX_TABLE_BYTES = 4 << 30
 _MAX_TEXT_BYTES = 1 << 20
@@ -64,13 +72,18 @@ def is_megatron(path: str | os.PathLike[str]) -> bool:
     """Return whether a folder is a checkpoint of Megatron-LM or Megatron Bridge, readable or
     not.
     """
-    folder = Path(path)
+    folder = _inside_nemo(Path(path))
     marks = (TRACKER, ABOUT, TABLE)
     return (
         folder.is_dir()
-        and not (folder / "config.json").exists()
+        and not (folder / CONFIG).exists()
         and (any((folder / name).exists() for name in marks) or _is_legacy(folder))
     )
+
+
+def _inside_nemo(path: Path) -> Path:
+    inside = path / _NEMO_FOLDER
+    return inside if (inside / ABOUT).exists() and not (path / ABOUT).exists() else path
 
 
 def _is_legacy(folder: Path) -> bool:
@@ -94,13 +107,14 @@ class MegatronFolder:
         _check_format(self.path)
         self._mapped = MappedFiles(self.path, _WAY_OUT)
         self.tensors: dict[str, Lazy] = {}
-        """Key in the checkpoint -> tensor."""
+        """Name in Megatron-Core -> tensor."""
         try:
             table = _fields(unpickle(self._table(), _CLASSES), "Metadata")
             places = self._places(table["storage_data"])
             for key, entry in table["state_dict_metadata"].items():
                 if _is(entry, "TensorStorageMetadata"):
-                    self._add(str(key), entry.state, places)
+                    name = _NEMO_PREFIX.sub(r"\1\2", str(key))
+                    self.tensors[name] = self._tensor(str(key), entry.state, places)
         except CheckpointError:
             raise
         except Exception as error:  # a pickle can make any object of any other
@@ -154,12 +168,12 @@ class MegatronFolder:
             places[at["fqn"], _shape(at["offset"])] = (file, start, start + length)
         return places
 
-    def _add(
+    def _tensor(
         self,
         key: str,
         entry: Mapping[str, Any],
         places: Mapping[tuple[str, Shape], tuple[str, int, int]],
-    ) -> None:
+    ) -> Lazy:
         shape, dtype = _shape(entry["size"]), _dtype(entry["properties"])
         parts = []
         for chunk in entry["chunks"]:
@@ -170,7 +184,7 @@ class MegatronFolder:
             parts.append(Part(box, *places[key, box.offset]))
         if not _tile([part.box for part in parts], shape):
             raise self._damaged(f"the parts of {key} overlap or leave gaps in {list(shape)}")
-        self.tensors[key] = Lazy(shape, dtype, partial(self._fill, key, dtype, parts))
+        return Lazy(shape, dtype, partial(self._fill, key, dtype, parts))
 
     def _fill(
         self, key: str, dtype: torch.dtype, parts: Sequence[Part], box: Box, out: Tensor
@@ -199,6 +213,7 @@ def _iteration_of(path: Path) -> Path:
     """Return the checkpoint that a tracker file names, or the folder itself."""
     if not path.is_dir():
         raise MissingCheckpointError.at(path)
+    path = _inside_nemo(path)
     tracker = path / TRACKER
     if (path / ABOUT).exists() or (path / TABLE).exists() or not tracker.exists():
         return path

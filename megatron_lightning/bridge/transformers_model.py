@@ -25,7 +25,7 @@ from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.meta_models import PENDING
 from megatron_lightning.bridge.stored_weights import read_stored
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.optional import require
+from megatron_lightning.optional import HF_FOLDER, require
 from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.shards.materialize import leave_empty
 from megatron_lightning.parallel.shards.spec import Shape
@@ -194,7 +194,7 @@ def _quiet() -> Iterator[None]:
     """Hide the progress bar of loaded weights, since none are read. Hide the report of missing
     weights, since missing weights are errors here.
     """
-    require("transformers", "a folder of Hugging Face")
+    require("transformers", HF_FOLDER)
     from transformers.utils import logging
 
     enabled, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -240,7 +240,7 @@ def _check(
 
 def saved_table(model: nn.Module) -> dict[str, tuple[Shape, torch.dtype]]:
     """Return the tensors written by ``save_pretrained`` of a model, by the names in the file."""
-    require("transformers", "a folder of Hugging Face")
+    require("transformers", HF_FOLDER)
     from transformers.core_model_loading import revert_weight_conversion
 
     seen_ids: set[int] = set()

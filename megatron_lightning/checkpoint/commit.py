@@ -54,14 +54,10 @@ from megatron_lightning.checkpoint.format.storage import (
     local_path,
 )
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.file_names import EXPORT_FOLDER, MANIFEST, OUR_FILES, state_file
 
-MANIFEST = "manifest.json"
-HUGGING_FACE = "hugging_face"
-"""Folder in a checkpoint with the weights for ``transformers``, if requested."""
 ABANDONED_AFTER_S = 24 * 3600.0
 """Age of uncommitted files in an object store after which the files count as abandoned."""
-OUR_FILES = re.compile(r"(tensors|state)\.[0-9a-f]{12}\..+")
-"""Names of the files of a checkpoint, without the manifest."""
 _TEMPORARY = re.compile(r".+\.tmp-[0-9a-f]{12}")
 
 
@@ -94,7 +90,7 @@ class PendingSave(ABC):
 
     def __init__(self, identifier: str) -> None:
         self.identifier = identifier
-        self._state_file = f"state.{identifier}.pt"
+        self._state_file = state_file(identifier)
         self._state_bytes = self._state_checksum = 0
         self._begun = False
 
@@ -202,7 +198,7 @@ class _LocalSave(PendingSave):
             sync_directory(self._path)
             replaced = _files_of(self._path / MANIFEST)
             with suppress(FileNotFoundError):  # weights of the old save; deleted with the temporary
-                os.rename(self._path / HUGGING_FACE, self._temporary / HUGGING_FACE)
+                os.rename(self._path / EXPORT_FOLDER, self._temporary / EXPORT_FOLDER)
             os.replace(self._temporary / MANIFEST, self._path / MANIFEST)
             sync_directory(self._path)
             file_names = [name for name in os.listdir(self._path) if OUR_FILES.fullmatch(name)]

@@ -30,14 +30,13 @@ from typing import Any
 
 from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.file_names import CHAT_TEMPLATES
 
 KEPT = "hugging_face"
 """Entry of a checkpoint's state."""
 TOKENIZER = "tokenizer"
 """Entry of a data module's state: ``type``, ``model`` and ``files`` of its tokenizer."""
 _MAX_FILE_BYTES = 64 << 20
-TEMPLATES = "additional_chat_templates"
-"""Folder of further templates."""
 # Weights in unconverted formats would belong to another model than the new weights.
 _LEFT_OUT = frozenset((
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx",
@@ -57,7 +56,7 @@ class KeptFiles:
     def of_folder(cls, path: Path) -> KeptFiles:
         """Read the files of a folder. A file above 64 MiB is left out with a warning."""
         contents = {}
-        for file in [*sorted(path.iterdir()), *sorted((path / TEMPLATES).glob("*.jinja"))]:
+        for file in [*sorted(path.iterdir()), *sorted((path / CHAT_TEMPLATES).glob("*.jinja"))]:
             name = file.relative_to(path).as_posix()
             if name.startswith(".") or file.suffix.lower() in _LEFT_OUT or not file.is_file():
                 continue
@@ -167,7 +166,7 @@ def kept_entry(
 def _unpacked(name: str, *, packed: bytes, bytes: int, sha256: str) -> bytes:
     parts = name.split("/")
     is_plain = all(part not in ("", ".", "..") and "\\" not in part for part in parts)
-    if not is_plain or "\0" in name or not (len(parts) == 1 or parts[:-1] == [TEMPLATES]):
+    if not is_plain or "\0" in name or not (len(parts) == 1 or parts[:-1] == [CHAT_TEMPLATES]):
         raise ValueError(f"{name!r} is no plain file name")
     if not 0 <= bytes <= _MAX_FILE_BYTES:
         raise ValueError(f"{name} has {bytes:,} bytes")

@@ -6,11 +6,12 @@ import os
 import re
 from typing import NamedTuple
 
-from megatron_lightning.checkpoint.commit import MANIFEST, is_committed
+from megatron_lightning.checkpoint.commit import is_committed
 from megatron_lightning.checkpoint.format.manifest import Manifest
 from megatron_lightning.checkpoint.format.storage import folder_of, is_plain_file, list_folders
 from megatron_lightning.checkpoint.source import manifest_text
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
+from megatron_lightning.file_names import MANIFEST
 
 LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f]{12}")
 """Names of directories that an interrupted save or replacement left."""

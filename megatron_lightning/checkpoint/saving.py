@@ -23,6 +23,7 @@ from megatron_lightning.checkpoint.format.plain_state import dump_state
 from megatron_lightning.checkpoint.format.shard_file import WrittenFile, write_shards
 from megatron_lightning.checkpoint.replicas import written_shards
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.file_names import shard_stem
 from megatron_lightning.parallel.grid.context import ALONE, AxisGroup
 from megatron_lightning.parallel.shards.spec import Shard
 from megatron_lightning.parallel.shards.tensor_shards import TensorShards
@@ -140,7 +141,7 @@ class _RankReport(NamedTuple):
 def _write_rank(
     pending: PendingSave, rank: int, snapshot: Snapshot, max_file_bytes: int
 ) -> _RankReport:
-    stem = f"tensors.{pending.identifier}.{rank:05d}"
+    stem = shard_stem(pending.identifier, rank)
     return _RankReport(
         write_shards(pending.folder, stem, snapshot.shards, max_file_bytes), dict(snapshot.tensors)
     )

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 
 from megatron_lightning.checkpoint.agreement import on_first_rank, together
-from megatron_lightning.checkpoint.commit import MANIFEST
 from megatron_lightning.checkpoint.format.manifest import Manifest, TensorInfo
 from megatron_lightning.checkpoint.format.naming import name_optimizer_state, split_tensors
 from megatron_lightning.checkpoint.format.plain_state import load_plain_file, load_state
@@ -38,6 +37,7 @@ from megatron_lightning.checkpoint.format.storage import (
 )
 from megatron_lightning.checkpoint.format.structure import check_structure
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
+from megatron_lightning.file_names import MANIFEST
 from megatron_lightning.parallel.grid.context import ALONE, AxisGroup
 from megatron_lightning.parallel.shards.spec import Shard
 

@@ -20,18 +20,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_lightning.checkpoint.kept_files import TEMPLATES, KeptFiles, read_kept_files
+from megatron_lightning.checkpoint.kept_files import KeptFiles, read_kept_files
 from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.file_names import (
+    CHAT_TEMPLATE,
+    CHAT_TEMPLATES,
+    CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER_CONFIG,
+)
 
 TEXTS = "texts"
 """Entry of a checkpoint's state."""
-GENERATION, CONFIG = "generation_config.json", "config.json"
-TEMPLATE = "chat_template.jinja"
-_TOKENIZER_CONFIG = "tokenizer_config.json"
 _OF_TOKENIZER = (
     "token", "vocab", "merges", "special", "added", "chat_template", "spiece", "sentencepiece",
-    f"{TEMPLATES}/",
+    f"{CHAT_TEMPLATES}/",
 )  # fmt: skip
 _COPIED = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
 
@@ -142,7 +146,7 @@ def end_tokens(files: Mapping[str, bytes]) -> tuple[int, ...]:
     """Return the end tokens of a model by its files: of the generation configuration, or else of
     the configuration.
     """
-    for name in (GENERATION, CONFIG):
+    for name in (GENERATION_CONFIG, CONFIG):
         values: Mapping[str, Any] = json.loads(files[name]) if name in files else {}
         nested = values.get("text_config") or {}
         end_token = values.get("eos_token_id", nested.get("eos_token_id"))
@@ -161,15 +165,15 @@ def _with_template(files: Mapping[str, bytes], template: str) -> dict[str, bytes
     contents = {
         name: content
         for name, content in files.items()
-        if not name.startswith(f"{TEMPLATES}/") and name != "chat_template.json"
+        if not name.startswith(f"{CHAT_TEMPLATES}/") and name != "chat_template.json"
     }
-    contents[TEMPLATE] = template.encode()
-    settings = json.loads(files.get(_TOKENIZER_CONFIG, b"{}"))
+    contents[CHAT_TEMPLATE] = template.encode()
+    settings = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
     if settings.get("chat_template", template) != template:
         settings["chat_template"] = template
-        contents[_TOKENIZER_CONFIG] = json.dumps(settings, indent=2).encode() + b"\n"
-    elif "chat_template" in settings and TEMPLATE not in files:
-        del contents[TEMPLATE]  # the same text stands in the configuration
+        contents[TOKENIZER_CONFIG] = json.dumps(settings, indent=2).encode() + b"\n"
+    elif "chat_template" in settings and CHAT_TEMPLATE not in files:
+        del contents[CHAT_TEMPLATE]  # the same text stands in the configuration
     return contents
 
 
@@ -179,10 +183,10 @@ def _generation(files: Mapping[str, bytes], ends: tuple[int, ...]) -> dict[str, 
     every = [*known, *(end for end in ends if end not in known)]
     if len(every) == len(known):
         return {}
-    values = json.loads(files.get(GENERATION, b"{}"))
+    values = json.loads(files.get(GENERATION_CONFIG, b"{}"))
     if not values:  # transformers would read these in config.json
         config = json.loads(files.get(CONFIG, b"{}"))
         values = {key: config[key] for key in _COPIED if config.get(key) is not None}
     values.pop("_from_model_config", None)  # transformers may take config.json's values instead
     values["eos_token_id"] = every if len(every) > 1 else every[0]
-    return {GENERATION: json.dumps(values, indent=2).encode() + b"\n"}
+    return {GENERATION_CONFIG: json.dumps(values, indent=2).encode() + b"\n"}

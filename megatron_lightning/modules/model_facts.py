@@ -14,7 +14,6 @@ from typing import Any
 from megatron_lightning.bridge.hub import find_file, local_folder
 from megatron_lightning.checkpoint.kept_files import KeptFiles, read_kept_files
 from megatron_lightning.checkpoint.text_record import (
-    GENERATION,
     TextRecord,
     end_tokens,
     read_text_record,
@@ -22,6 +21,7 @@ from megatron_lightning.checkpoint.text_record import (
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
 from megatron_lightning.errors import CheckpointError, DataError
+from megatron_lightning.file_names import GENERATION_CONFIG
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class ModelFolder:
         if (record := _text_record(self._place())) is not None:
             return record.ends_before
         with self.files() as folder:
-            return _ends_in(find_file(folder, GENERATION)) or ()
+            return _ends_in(find_file(folder, GENERATION_CONFIG)) or ()
 
     def _place(self) -> str:
         return (self.checkpoint and self.checkpoint()) or self.path
@@ -128,7 +128,7 @@ class ModelFacts:
         if isinstance(tokenizer, str | Path):
             is_own = folder is not None and str(tokenizer) == folder.path
             revision = folder.revision if folder is not None and is_own else None
-            ends = _ends_in(find_file(tokenizer, GENERATION, revision=revision))
+            ends = _ends_in(find_file(tokenizer, GENERATION_CONFIG, revision=revision))
             if ends is not None:
                 return ends
         return () if folder is None else folder.generation_ends()
@@ -157,7 +157,7 @@ class ModelFacts:
 
 def _ends_in(file: Path | None) -> tuple[int, ...] | None:
     """Return the end tokens of a generation configuration. None: there is no file."""
-    return None if file is None else end_tokens({GENERATION: file.read_bytes()})
+    return None if file is None else end_tokens({GENERATION_CONFIG: file.read_bytes()})
 
 
 def _text_record(path: str) -> TextRecord | None:

@@ -15,17 +15,11 @@ from torch import nn
 
 from megatron_lightning.bridge.import_folder import state_before_training
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
-from megatron_lightning.checkpoint.kept_files import TEMPLATES, KeptFiles
+from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.checkpoint.source import open_checkpoint
-from megatron_lightning.checkpoint.text_record import (
-    GENERATION,
-    TEMPLATE,
-    TEXTS,
-    TextRecord,
-    is_of_tokenizer,
-    read_texts,
-)
+from megatron_lightning.checkpoint.text_record import TEXTS, TextRecord, is_of_tokenizer, read_texts
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.file_names import CHAT_TEMPLATE, CHAT_TEMPLATES, GENERATION_CONFIG
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.peft import folder
 from megatron_lightning.peft.fitting import check_trainable, fitted, ties_of
@@ -111,7 +105,9 @@ def merge(  # noqa: PLR0917  # every argument is an option of the command line
         texts |= card(adapters, Path(target).name, merged=True)
         # A template of the training serves alone.
         others = [
-            name for name in of_base if TEMPLATE in texts and name.startswith(f"{TEMPLATES}/")
+            name
+            for name in of_base
+            if CHAT_TEMPLATE in texts and name.startswith(f"{CHAT_TEMPLATES}/")
         ]
         untied = write_merged(
             adapters,
@@ -211,7 +207,9 @@ def _tokenizer_files(source: str) -> dict[str, bytes]:
         files = read_texts(source, record_of(open_checkpoint(source), source).path)
     contents = {} if files is None else files.contents
     return {
-        name: text for name, text in contents.items() if is_of_tokenizer(name) or name == GENERATION
+        name: text
+        for name, text in contents.items()
+        if is_of_tokenizer(name) or name == GENERATION_CONFIG
     }
 
 

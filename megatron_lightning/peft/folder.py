@@ -27,13 +27,13 @@ from torch import Tensor
 
 from megatron_lightning.checkpoint.format.files import beside, new_identifier
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
+from megatron_lightning.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PICKLED_ADAPTERS
 from megatron_lightning.layers.adapters.adapter_layers import ALL_ROWS
 from megatron_lightning.peft.folder_targets import FolderTargets
 from megatron_lightning.peft.lora import LoRA
 from megatron_lightning.peft.matching import is_inside
 from megatron_lightning.peft.saved import Base, Factors, SavedAdapters, to_hugging_face
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _LENGTHS = ".lora_magnitude_vector"
 _ORIGINAL = ".original_module."
@@ -65,7 +65,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
     """Return whether ``path`` is a folder of ``peft``."""
-    return (Path(path) / CONFIG).is_file()
+    return (Path(path) / ADAPTER_CONFIG).is_file()
 
 
 def read_folder(path: str | os.PathLike[str]) -> SavedAdapters:
@@ -85,7 +85,7 @@ def read_folder(path: str | os.PathLike[str]) -> SavedAdapters:
     for name, tensor in tensors.items():
         if not name.startswith(_PREFIX):
             raise CheckpointError(
-                f"{folder / TENSORS} has a tensor {name}, which peft did not write."
+                f"{folder / ADAPTER_WEIGHTS} has a tensor {name}, which peft did not write."
             )
         own_name = name.removeprefix(_PREFIX)
         if own_name.endswith(".lora_A.weight"):
@@ -93,13 +93,14 @@ def read_folder(path: str | os.PathLike[str]) -> SavedAdapters:
             second = tensors.get(f"{_PREFIX}{layer}.lora_B.weight")
             if second is None or second.shape[-1] != tensor.shape[0]:
                 raise CheckpointError(
-                    f"{folder / TENSORS}: lora_B of {layer} is missing or misshaped."
+                    f"{folder / ADAPTER_WEIGHTS}: lora_B of {layer} is missing or misshaped."
                 )
             lengths = tensors.get(f"{_PREFIX}{layer}{_LENGTHS}")
             if (lengths is None) == lora.use_dora:
                 raise CheckpointError(
-                    f"{folder}: {CONFIG} has use_dora={lora.use_dora}, and {TENSORS} "
-                    f"{'no' if lengths is None else 'a'} {layer}{_LENGTHS}. Restore the folder."
+                    f"{folder}: {ADAPTER_CONFIG} has use_dora={lora.use_dora}, and "
+                    f"{ADAPTER_WEIGHTS} {'no' if lengths is None else 'a'} {layer}{_LENGTHS}. "
+                    "Restore the folder."
                 )
             # peft stores experts of one parameter flat: [E r, in] and [out, r E].
             stacked = _stacked_name(layer, config, tensors)
@@ -116,13 +117,14 @@ def read_folder(path: str | os.PathLike[str]) -> SavedAdapters:
             saved[own_name] = tensor
         elif not own_name.endswith((".lora_B.weight", _LENGTHS)):
             raise ConfigError(
-                f"{folder / TENSORS} has {own_name}, and adapters of that kind are not supported "
-                "(LoRA of linear layers is). Merge it into its base by peft (merge_and_unload)."
+                f"{folder / ADAPTER_WEIGHTS} has {own_name}, and adapters of that kind are not "
+                "supported (LoRA of linear layers is). Merge it into its base by peft "
+                "(merge_and_unload)."
             )
     for layer, parts in layers.items():
         if parts[ALL_ROWS].rank != lora.rank_of(layer):
             raise CheckpointError(
-                f"{folder}: {layer} has rank {parts[ALL_ROWS].rank}, and {CONFIG} says "
+                f"{folder}: {layer} has rank {parts[ALL_ROWS].rank}, and {ADAPTER_CONFIG} says "
                 f"{lora.rank_of(layer)}."
             )
     base = Base(
@@ -156,18 +158,18 @@ def lora_of_config(config: Mapping[str, Any], folder: Path) -> LoRA:
         neutral = value in _NEUTRAL[key] if key in _NEUTRAL else not value
         if not neutral:
             raise ConfigError(
-                f"{folder / CONFIG} has {key}={value!r}, which is not supported: adapters are "
-                "LoRA (rsLoRA, DoRA) of linear layers. Train without that field, or merge it into "
-                "its base by peft (merge_and_unload)."
+                f"{folder / ADAPTER_CONFIG} has {key}={value!r}, which is not supported: adapters "
+                "are LoRA (rsLoRA, DoRA) of linear layers. Train without that field, or merge it "
+                "into its base by peft (merge_and_unload)."
             )
     init = config.get("init_lora_weights", True)
     if (init.lower() if isinstance(init, str) else init) not in _SAME_BASE:
         raise ConfigError(
-            f"{folder / CONFIG} has init_lora_weights={init!r}, which changes the base's weights "
-            "before the training, so that the adapters are wrong on the base as it is. Convert "
-            "them by peft to adapters of the unchanged base: save the model before the training "
-            "(save_pretrained(FIRST)), and write the trained one by save_pretrained(FOLDER, "
-            "path_initial_model_for_weight_conversion=FIRST)."
+            f"{folder / ADAPTER_CONFIG} has init_lora_weights={init!r}, which changes the base's "
+            "weights before the training, so that the adapters are wrong on the base as it is. "
+            "Convert them by peft to adapters of the unchanged base: save the model before the "
+            "training (save_pretrained(FIRST)), and write the trained one by "
+            "save_pretrained(FOLDER, path_initial_model_for_weight_conversion=FIRST)."
         )
     targets = config.get("target_modules") or "all-linear"
     return LoRA(
@@ -235,9 +237,9 @@ def write_folder(
         for name, content in files.items():
             (pending / name).parent.mkdir(parents=True, exist_ok=True)
             (pending / name).write_bytes(content)
-        save_file(tensors, pending / TENSORS, metadata)
+        save_file(tensors, pending / ADAPTER_WEIGHTS, metadata)
         config = json.dumps(config_of(theirs), indent=2, sort_keys=True)
-        (pending / CONFIG).write_text(config + "\n")
+        (pending / ADAPTER_CONFIG).write_text(config + "\n")
         if target.exists():
             shutil.rmtree(target)
         os.rename(pending, target)
@@ -321,7 +323,7 @@ def _stacked_name(key: str, config: Mapping[str, Any], tensors: Mapping[str, Ten
     unknown = [end for end in ends if end.rpartition(".")[2] not in _STACKED]
     if unknown:
         raise ConfigError(
-            f"{CONFIG} has target_parameters={ends!r}, and stacked experts (gate_up_proj, "
+            f"{ADAPTER_CONFIG} has target_parameters={ends!r}, and stacked experts (gate_up_proj, "
             "down_proj) are the parameters that are supported."
         )
     owner = key.removesuffix(".base_layer")
@@ -349,8 +351,8 @@ def _unflat(factors: Factors, rank: int, folder: Path) -> Factors:
     rows = len(factors.lora_A)
     if rows % rank:
         raise CheckpointError(
-            f"{folder / TENSORS}: lora_A of stacked experts has {rows} rows, which are no multiple "
-            f"of the rank {rank} in {CONFIG}."
+            f"{folder / ADAPTER_WEIGHTS}: lora_A of stacked experts has {rows} rows, which are no "
+            f"multiple of the rank {rank} in {ADAPTER_CONFIG}."
         )
     second = factors.lora_B.view(len(factors.lora_B), rank, rows // rank)
     return Factors(
@@ -391,9 +393,9 @@ def _number(value: float) -> float | int:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    file = folder / CONFIG
+    file = folder / ADAPTER_CONFIG
     if not file.is_file():
-        raise MissingCheckpointError(f"{folder} has no {CONFIG}: it is no folder of peft.")
+        raise MissingCheckpointError(f"{folder} has no {ADAPTER_CONFIG}: it is no folder of peft.")
     try:
         values = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -404,14 +406,12 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    file = folder / TENSORS
+    file = folder / ADAPTER_WEIGHTS
     if not file.is_file():
-        files = [
-            name for name in ("adapter_model.bin", "adapter_model.pt") if (folder / name).exists()
-        ]
+        files = [name for name in PICKLED_ADAPTERS if (folder / name).exists()]
         pickled = f" ({files[0]} is a pickle, which may run code when it is read)" if files else ""
         raise MissingCheckpointError(
-            f"{folder} has no {TENSORS}{pickled}. Save the adapters with safetensors: "
+            f"{folder} has no {ADAPTER_WEIGHTS}{pickled}. Save the adapters with safetensors: "
             "model.save_pretrained(folder)."
         )
     try:

@@ -30,6 +30,7 @@ from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoi
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.config.class_paths import config_of_checkpoint
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.file_names import CONFIG
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.shards.digest import as_text, digest_of_tensors
 from megatron_lightning.parallel.shards.spec import Box
@@ -295,7 +296,7 @@ def _fill_of_source(source: CheckpointSource, name: str) -> Fill:
 
 def gpt_config_of(base: str) -> TransformerConfig | None:
     """Return the configuration in a checkpoint of a ``GPTLightningModule``. None: another base."""
-    if (Path(base) / "config.json").exists() or not Path(base).exists():
+    if (Path(base) / CONFIG).exists() or not Path(base).exists():
         return None
     return config_in(open_checkpoint(base))
 

@@ -13,6 +13,7 @@ from megatron_lightning.bridge.new_folder import end_of_turn
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.checkpoint.text_record import TextRecord, end_tokens
 from megatron_lightning.errors import ConfigError, MissingCheckpointError
+from megatron_lightning.file_names import CARD
 from megatron_lightning.optional import require
 from megatron_lightning.peft.saved import SavedAdapters
 
@@ -88,7 +89,7 @@ def card(own: SavedAdapters, name: str, *, merged: bool) -> dict[str, bytes]:
         layers=len(own.layers),
         use="" if merged else use.format(rank=rank),
     )
-    return {"README.md": text.encode()}
+    return {CARD: text.encode()}
 
 
 def _text_of(template: str) -> str:

@@ -6,6 +6,7 @@ from argparse import ArgumentError
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
+from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from jsonargparse import ArgumentParser
@@ -57,21 +58,24 @@ def read_group(kind: type[T], given: Any, path: str, errors: Errors) -> T | None
     _, values = read_object(given, path, errors)
     hints = get_type_hints(kind)
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
-    for name in [name for name in values if name not in known]:
-        nearest = get_close_matches(name, known, n=1)
-        meant = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        errors.add(f"{path} has no option {name!r}.{meant}")
-    arguments: dict[str, Any] = {name: value for name, value in values.items() if name in known}
-    refused = []
-    for name, value in arguments.items():
-        group = _group_in(hints[name])
+    arguments: dict[str, Any] = {}
+    refused: dict[str, str] = {}
+    for name, value in values.items():
+        if name not in known:
+            nearest = get_close_matches(name, known, n=1)
+            meant = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            errors.add(f"{path} has no option {name!r}.{meant}")
+            continue
+        group, is_word_too = _group_in(hints[name])
+        if group is not None and (isinstance(value, dict) or not (is_word_too or value is None)):
+            made_group = read_group(group, value, f"{path}.{name}", errors)
+            arguments |= {} if made_group is None else {name: made_group}
+            continue
         try:
-            if group is not None and value is not None:
-                arguments[name] = read_group(group, value, f"{path}.{name}", errors)
-            else:
-                arguments[name] = _parsed(name, hints[name], value)
+            arguments[name] = _parsed(name, hints[name], value)
         except ArgumentError:
-            refused.append(f"{path}.{name} is {value!r}, which is no {known[name].type}.")
+            arguments[name] = value  # the class may have better words
+            refused[name] = f"{path}.{name} is {value!r}, which is no {known[name].type}."
     missing = [
         name
         for name, field in known.items()
@@ -80,17 +84,22 @@ def read_group(kind: type[T], given: Any, path: str, errors: Errors) -> T | None
     if missing:
         errors.add(f"{path} lacks {', '.join(missing)}. Set {'them' if missing[1:] else 'it'}.")
         return None
-    num_errors = len(errors.found)  # the class's own words for a value come first
+    num_errors = len(errors.found)
     made = errors.attempt(kind, **arguments)
-    for message in refused if len(errors.found) == num_errors else ():
-        errors.add(message)
+    new = errors.found[num_errors:]
+    for name, message in refused.items():
+        if not any(name in one for one in new):
+            errors.add(message)
     return made
 
 
-def _group_in(hint: Any) -> type[Any] | None:
-    """Return the dataclass in the type of an option. None: the option has a plain value."""
-    kinds = (one for one in (hint, *get_args(hint)) if isinstance(one, type))
-    return next(filter(is_dataclass, kinds), None)
+def _group_in(hint: Any) -> tuple[type[Any] | None, bool]:
+    """Return the dataclass in the type of an option, and whether a word is fine, too. None: the
+    option has a plain value.
+    """
+    kinds = [one for one in (get_args(hint) or (hint,)) if one is not NoneType]
+    group = next((one for one in kinds if isinstance(one, type) and is_dataclass(one)), None)
+    return group, len(kinds) > 1
 
 
 def _parsed(name: str, hint: Any, value: Any) -> Any:

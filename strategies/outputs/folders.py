@@ -19,9 +19,10 @@ from megatron_lightning.bridge.state_names import state_tensors, tied_tensors
 from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_ranks, values_of
 from megatron_lightning.checkpoint import open_checkpoint
 from megatron_lightning.checkpoint.agreement import on_first_rank
-from megatron_lightning.checkpoint.commit import HUGGING_FACE, is_committed
+from megatron_lightning.checkpoint.commit import is_committed
 from megatron_lightning.checkpoint.format.storage import is_remote, local_path
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.file_names import EXPORT_FOLDER
 from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.shards.spec import Box
 from megatron_lightning.peft.lora import applied_to
@@ -168,7 +169,7 @@ class FoldersOfCheckpoints:
             trained = read_tensors(source, record_of(source, path, place))
             fills = merged_fills(fills, deltas_in(model, trained.__getitem__, _rows(plan)))
         tensors = plan.tensors(fills)
-        target = local_path(path) / HUGGING_FACE
+        target = local_path(path) / EXPORT_FOLDER
         # The data of the fit may have changed the folder's texts since the plan was made.
         like = kept_folders(self._module)[place]
         write_folder(target, like, tensors, overwrite=True, group=group)

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 from megatron_lightning.inference.commands.generate import generate
+from megatron_lightning.inference.commands.model_options import ModelOptions
 from tests.distributed.test_drafts import save
 from tests.helpers.layouts import tiny_config
 from tests.helpers.spoken import make_spoken
@@ -39,10 +40,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return make_drafting(tmp_path_factory.mktemp("drafts"))
 
 
-def _generate(model: tuple[str, str], **options: Any) -> list[str]:
-    checkpoint, tokenizer = model
-    own = {"tokenizer_type": "huggingface", "device": "cpu", "max_new_tokens": 32} | options
-    return generate(checkpoint, PROMPTS, tokenizer, **own)
+def _generate(
+    model: tuple[str, str], temperature: float, seed: int = 1234, **options: Any
+) -> list[str]:
+    tokenizer: Any = {"tokenizer_model": model[1], "tokenizer_type": "huggingface"}
+    own = ModelOptions(checkpoint=model[0], device="cpu", **tokenizer, **options)
+    return generate(own, PROMPTS, max_new_tokens=32, temperature=temperature, seed=seed)
 
 
 @pytest.mark.timeout(600)

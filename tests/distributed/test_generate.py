@@ -20,6 +20,7 @@ from megatron_lightning.data.text.tokenizers import train_sentencepiece
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.inference.commands.generate import generate
 from megatron_lightning.inference.commands.load import read_config
+from megatron_lightning.inference.commands.model_options import ModelOptions
 from megatron_lightning.inference.engine.text_engine import Engine
 from megatron_lightning.inference.engine.uncached_loop import Sampling, sample
 from megatron_lightning.models.transformer import GPTModel
@@ -256,12 +257,24 @@ def save_for(tokenizer: str, path: Path, num_layers: int = 3) -> str:
     )
 
 
+def _write(
+    checkpoint: str,
+    tokenizer: str,
+    prompts: list[str] | str = "def f(",
+    num_samples: int = 1,
+    **options: Any,
+) -> list[str]:
+    options |= {"tokenizer_model": tokenizer, "device": "cpu"}
+    model = ModelOptions(checkpoint=checkpoint, **options)
+    return generate(model, prompts, max_new_tokens=5, num_samples=num_samples)
+
+
 def test_generate_from_text_to_text(tokenizer: str, tmp_path: Path) -> None:
     checkpoint = save_for(tokenizer, tmp_path / "last.ckpt")
-    texts = generate(checkpoint, ["def f(", ""], tokenizer, max_new_tokens=5, device="cpu")
+    texts = _write(checkpoint, tokenizer, prompts=["def f(", ""])
     assert len(texts) == 2
     assert texts[0].startswith("def f(")
-    assert texts[0] == generate(checkpoint, "def f(", tokenizer, max_new_tokens=5, device="cpu")[0]
+    assert texts[0] == _write(checkpoint, tokenizer)[0]
 
 
 @pytest.mark.slow  # four processes import torch
@@ -269,10 +282,8 @@ def test_generate_starts_its_own_processes(tokenizer: str, tmp_path: Path) -> No
     checkpoint = save_for(tokenizer, tmp_path / "last.ckpt", num_layers=4)
     layout: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     layout |= {"virtual_pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}
-    alone = generate(checkpoint, "def f(", tokenizer, max_new_tokens=5, device="cpu")
-    assert (
-        generate(checkpoint, "def f(", tokenizer, max_new_tokens=5, device="cpu", **layout) == alone
-    )
+    alone = _write(checkpoint, tokenizer)
+    assert _write(checkpoint, tokenizer, **layout) == alone
 
 
 def _generate_as_a_task(checkpoint: str, tokenizer: str, port: str) -> list[str]:
@@ -283,15 +294,12 @@ def _generate_as_a_task(checkpoint: str, tokenizer: str, port: str) -> list[str]
         SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_NTASKS=os.environ.pop("WORLD_SIZE"),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
     )  # fmt: skip
-    return generate(
-        checkpoint, "def f(", tokenizer, max_new_tokens=5, device="cpu",
-        tensor_model_parallel_size=2,
-    )  # fmt: skip
+    return _write(checkpoint, tokenizer, tensor_model_parallel_size=2)
 
 
 def test_tasks_of_slurm_share_the_model(tokenizer: str, tmp_path: Path) -> None:
     checkpoint = save_for(tokenizer, tmp_path / "last.ckpt")
-    alone = generate(checkpoint, "def f(", tokenizer, max_new_tokens=5, device="cpu")
+    alone = _write(checkpoint, tokenizer)
     tasks = run_ranks(2, _generate_as_a_task, checkpoint, tokenizer, free_port())
     assert tasks == [alone, []]
 
@@ -301,14 +309,13 @@ def test_generate_refuses_what_does_not_fit(
 ) -> None:
     checkpoint = save_for(tokenizer, tmp_path / "last.ckpt")
     with pytest.raises(ConfigError, match="num_layers=3 are fewer than the 4 pipeline stages"):
-        generate(checkpoint, "x", tokenizer, pipeline_model_parallel_size=4)
+        _write(checkpoint, tokenizer, pipeline_model_parallel_size=4)
     with pytest.raises(
         ConfigError,
         match=r"num_layers=3 are fewer than the 4 .* virtual_pipeline_model_parallel_size to 1,",
     ):
-        generate(
+        _write(
             checkpoint,
-            "x",
             tokenizer,
             pipeline_model_parallel_size=2,
             virtual_pipeline_model_parallel_size=2,
@@ -316,25 +323,21 @@ def test_generate_refuses_what_does_not_fit(
     with pytest.raises(
         ConfigError, match="zbv runs two model chunks on each pipeline rank, and there are 1"
     ):
-        generate(
-            checkpoint, "x", tokenizer, pipeline_model_parallel_size=2, pipeline_schedule="zbv"
-        )
+        _write(checkpoint, tokenizer, pipeline_model_parallel_size=2, pipeline_schedule="zbv")
     with pytest.raises(
         ConfigError,
         match=r"expert_tensor_parallel_size=2 x expert_model_parallel_size=2 does not divide "
         r"tensor_model_parallel_size=2, .* to 1 and tensor_model_parallel_size to a multiple of 2",
     ):
-        generate(
-            checkpoint, "x", tokenizer, tensor_model_parallel_size=2, expert_model_parallel_size=2
-        )
+        _write(checkpoint, tokenizer, tensor_model_parallel_size=2, expert_model_parallel_size=2)
     with pytest.raises(ConfigError, match="num_samples is 0"):
-        generate(checkpoint, "x", tokenizer, num_samples=0, tensor_model_parallel_size=2)
+        _write(checkpoint, tokenizer, num_samples=0, tensor_model_parallel_size=2)
     with pytest.raises(ConfigError, match="tokenizer that made the training data"):
-        generate(save_plain(tmp_path / "small.ckpt", LLAMA), "x", tokenizer)
+        _write(save_plain(tmp_path / "small.ckpt", LLAMA), tokenizer)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="2 processes were started"):
-        generate(checkpoint, "x", tokenizer)
+        _write(checkpoint, tokenizer)
 
 
 def test_checkpoints_of_other_modules_are_named(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.inference import Engine, EngineOptions, Sampling, load_engine
 from megatron_lightning.inference.commands.generate import generate
 from megatron_lightning.inference.commands.load import check_model, find_model
+from megatron_lightning.inference.commands.model_options import ModelOptions
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from tests.helpers.ranks import run_ranks
 
@@ -149,8 +150,9 @@ def test_text_to_text_by_the_folder_alone(spoken: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(spoken)
     ids = [0, 6, 7]
     [[*new]] = theirs_in(spoken, [ids])
-    options: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 20, "device": "cpu"}
-    [text] = generate(str(spoken), "a b", **options)
+    options: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 20}
+    model = ModelOptions(checkpoint=str(spoken), device="cpu")
+    [text] = generate(model, "a b", **options)
     stops = [index for index, token in enumerate(new) if token == 1]
     new = new[: stops[0]] if stops else new
     assert text == tokenizer.decode([*ids, *new], skip_special_tokens=True)
@@ -161,7 +163,7 @@ def test_text_to_text_by_the_folder_alone(spoken: Path) -> None:
     settings = json.loads((spoken / "generation_config.json").read_text())
     settings["eos_token_id"] = [1, end]
     (spoken / "generation_config.json").write_text(json.dumps(settings))
-    [found] = generate(str(spoken), ["a"], chat=True, **options)
+    [found] = generate(model, ["a"], chat=True, **options)
     first = min(answer.index(token) for token in (1, end) if token in answer)
     assert found == tokenizer.decode(answer[:first], skip_special_tokens=True)
     (spoken / "chat_template.jinja").unlink(missing_ok=True)
@@ -169,7 +171,7 @@ def test_text_to_text_by_the_folder_alone(spoken: Path) -> None:
         '{"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}'
     )
     with pytest.raises(ConfigError, match="no chat template"):
-        generate(str(spoken), ["a"], chat=True, **options)
+        generate(model, ["a"], chat=True, **options)
 
 
 def test_adapters_of_a_checkpoint_are_part_of_the_model(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import EngineOptions, Sampling, load_engine
 from megatron_lightning.inference.commands.evaluate import evaluate, sharing_of
 from megatron_lightning.inference.commands.load import find_codec
+from megatron_lightning.inference.commands.model_options import ModelOptions
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.strategies import MegatronStrategy
@@ -206,7 +207,11 @@ def test_special_stop_texts_and_repeats(tmp_path: Path) -> None:
 def _command(folder: str, tasks: str, output: str) -> str:
     _alone()
     table = evaluate(
-        folder, ["lines_choice"], limit=5, include_path=tasks, output=output, device="cpu"
+        ModelOptions(checkpoint=folder, device="cpu"),
+        ["lines_choice"],
+        limit=5,
+        include_path=tasks,
+        output=output,
     )
     assert table is not None
     return table
@@ -224,7 +229,7 @@ def test_the_command_prints_a_table(expected: Any, tmp_path: Path) -> None:
 def test_without_the_harness_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ConfigError, match=r"pip install 'megatron_lightning\[eval\]'"):
-        evaluate("nowhere", "x")
+        evaluate(ModelOptions(checkpoint="nowhere"), "x")
 
 
 def _fit(folder: str, tasks: str, layout: dict[str, Any] | None) -> Any:
@@ -267,16 +272,14 @@ def test_tasks_in_a_fit(layout: dict[str, Any], expected: Any) -> None:
 
 def _draft(model: tuple[str, str], tasks: str, output: str, options: dict[str, Any]) -> None:
     _alone()
-    evaluate(
-        model[0],
-        ["lines_choice", "lines_text"],
-        include_path=tasks,
-        output=output,
+    own = ModelOptions(
+        checkpoint=model[0],
         tokenizer_model=model[1],
         tokenizer_type="huggingface",
         device="cpu",
         **options,
     )
+    evaluate(own, ["lines_choice", "lines_text"], include_path=tasks, output=output)
 
 
 @pytest.mark.slow

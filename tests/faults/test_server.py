@@ -30,6 +30,7 @@ import transformers
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Sampling, load_engine
 from megatron_lightning.inference.commands.load import find_codec
+from megatron_lightning.inference.commands.model_options import ModelOptions
 from megatron_lightning.inference.commands.serve import serve
 from tests.distributed.test_draft_commands import make_drafting
 from tests.helpers.spoken import TEXT, make_spoken
@@ -307,16 +308,16 @@ def test_what_cannot_be_served_is_refused(
 ) -> None:
     monkeypatch.delenv("MEGATRON_LIGHTNING_API_KEY", raising=False)
     with pytest.raises(ConfigError, match=r"host=0\.0\.0\.0 is reached by others"):
-        serve(str(folder), host="0.0.0.0")
+        serve(ModelOptions(checkpoint=str(folder)), host="0.0.0.0")
     transformers.GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"]).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"own generate, .* is not served.*GPTNeoX"):
-        serve(str(tmp_path))
+        serve(ModelOptions(checkpoint=str(tmp_path)))
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
-        serve(str(folder), api_key_file=str(tmp_path / "empty"))
+        serve(ModelOptions(checkpoint=str(folder)), api_key_file=str(tmp_path / "empty"))
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ConfigError, match=r"pip install 'megatron_lightning\[serve\]'"):
-        serve(str(folder))
+        serve(ModelOptions(checkpoint=str(folder)))
 
 
 @pytest.mark.slow

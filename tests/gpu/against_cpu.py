@@ -41,6 +41,36 @@ def accelerators() -> tuple[str, str]:
     return "cpu", ACCELERATOR
 
 
+class _Precision(pl.Callback):
+    """Sees what the steps compute in: a precision that is not in use would pass every bound."""
+
+    def __init__(self) -> None:
+        self.autocast: set[torch.dtype | None] = set()
+        self.parameters: set[torch.dtype] = set()
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Watch the modules that have parameters of their own."""
+        for each in module.modules():
+            if next(each.parameters(recurse=False), None) is not None:
+                each.register_forward_pre_hook(self._note)
+        self.parameters = {p.dtype for p in module.parameters() if p.is_floating_point()}
+
+    def _note(self, *_: Any) -> None:
+        kind = device().type
+        enabled = torch.is_autocast_enabled(kind)
+        self.autocast.add(torch.get_autocast_dtype(kind) if enabled else None)
+
+    def check(self, precision: str) -> None:
+        """Fail where the precision was not in use."""
+        half = torch.bfloat16 if precision.startswith("bf16") else torch.float16
+        if precision.endswith("-mixed"):
+            assert half in self.autocast, f"{precision}: steps computed in {self.autocast}"
+        elif precision.endswith("-true") and precision != "32-true":
+            assert half in self.parameters, f"{precision}: parameters are {self.parameters}"
+        else:
+            assert self.autocast == {None}, f"{precision}: steps computed in {self.autocast}"
+
+
 def train(
     accelerator: str,
     make: Make,
@@ -71,8 +101,12 @@ def train(
 
 
 def on_gpu(make: Make, layout: Any = None, data: Any = None, **options: Any) -> Fit:
-    """Train as :func:`train` does, on the GPU."""
-    run = train(ACCELERATOR, make, layout, data, **options)
+    """Train as :func:`train` does, on the GPU, and see that the precision is in use."""
+    seen = _Precision()
+    callbacks = [*options.pop("callbacks", ()), seen]
+    run = train(ACCELERATOR, make, layout, data, callbacks=callbacks, **options)
+    if "plugins" not in options:
+        seen.check(options.get("precision", "32-true"))
     if ACCELERATOR == "gpu":
         assert torch.cuda.max_memory_allocated() > 0
         assert run.trainer.strategy.root_device.type == "cuda"

@@ -137,6 +137,9 @@ def fit(module: Any, precision: Any, *, plain: bool = False, accelerator: str = 
         precision=precision,
     )  # fmt: skip
     run.fit(module, DataLoader(rows(), batch_size=BATCH))
+    assert run.strategy.root_device.type == ("cpu" if accelerator == "cpu" else "cuda")
+    half = torch.bfloat16 in {p.dtype for p in module.parameters()}
+    assert half == (precision == "bf16-true")
     return losses.losses, run
 
 

@@ -413,6 +413,8 @@ def test_a_llama_with_liger_trains_as_one_without(monkeypatch: pytest.MonkeyPatc
             self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
             if patch:
                 liger.apply_liger_kernel_to_llama(model=self.model, rope=False)
+                norm = self.model.model.norm.forward
+                assert norm.__func__.__module__.startswith("liger_kernel")
 
         def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
             return {"loss": self.model(batch, labels=batch).loss}

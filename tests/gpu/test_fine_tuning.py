@@ -153,7 +153,8 @@ BASES = ("mxfp8", "nvfp4", "blockwise")
 @pytest.mark.parametrize("kind", ["gpt", "hub"])
 def test_adapters_beside_a_base_of_few_bits(wide: str, kind: str, base: Any) -> None:
     """Adapters are drawn, and the base is rounded, on the CPU."""
-    assert_equals_cpu(_of_folder(kind, wide, peft=LoRA(r=4, base=base)), None, text)
+    run = assert_equals_cpu(_of_folder(kind, wide, peft=LoRA(r=4, base=base)), None, text)
+    assert stored_weights(run.module)
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -175,6 +176,7 @@ def test_the_gpu_rounds_a_base_as_the_cpu_does(wide: str, kind: str, base: Any) 
 def test_adapters_beside_a_base_of_few_bits_in_bf16(wide: str, base: Any) -> None:
     make = _of_folder("gpt", wide, peft=LoRA(r=4, base=base))
     run = on_gpu(make, None, text(), precision="bf16-mixed")
+    assert stored_weights(run.module)
     expected = on_gpu(make, None, text())
     assert run.losses == pytest.approx(expected.losses, rel=BF16_RTOL)
 

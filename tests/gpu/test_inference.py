@@ -402,6 +402,7 @@ def test_the_harness_scores_as_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
         engine = load_engine(
             folder, device=device, dtype="float32", stops=codec.stops, decode=codec.decode
         )
+        assert {p.device for p in engine.model.parameters()} == {torch.device(device)}
         found.append(results_of(HarnessModel(engine, codec, sharing_of(engine)), tasks))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)  # fp32 on other kernels
     assert found[0][1] == found[1][1]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 
 from megatron_lightning.compat import takes_grouped_mm
@@ -153,7 +154,9 @@ def test_recomputed_layers(name: str, recompute: str) -> None:
 def test_compiled_blocks(name: str, backend: str) -> None:
     """Compiled on the GPU, not on the CPU."""
     options = {"compile": "block", "compile_options": CompileOptions(backend=backend)}
+    counters.clear()
     assert_equals_cpu(lambda: module_of(name), options, rows, of_cpu={"layout": None})
+    assert counters["stats"]["unique_graphs"] > 0
 
 
 @pytest.mark.timeout(300)
@@ -163,7 +166,9 @@ def test_compiled_and_recomputed_blocks_in_bf16() -> None:
         "compile_options": CompileOptions(backend=INDUCTOR),
         "recompute": RECOMPUTE["uniform"],
     }
+    counters.clear()
     run = on_gpu(lambda: module_of("experts"), options, rows(), precision="bf16-mixed")
+    assert counters["stats"]["unique_graphs"] > 0
     plain = on_gpu(lambda: module_of("experts"), None, rows(), precision="bf16-mixed")
     assert run.losses == pytest.approx(plain.losses, rel=2 * BF16_RTOL)
 

@@ -9,55 +9,107 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from megatron_lightning.config import DataParallelOptions
+from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.strategies import MegatronStrategy
+from megatron_lightning.precision import FP8Recipe
+from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
 from tests.gpu.against_cpu import NEEDS_GPU, NORM_RTOL, RTOL, STEPS, accelerators
+from tests.helpers.language_model import RECOMPUTE
 from tests.helpers.layouts import tiny_config, token_rows
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses
+from tests.lightning.precision.test_fp8_parameters import Seen
 
 pytestmark = [*NEEDS_GPU, pytest.mark.timeout(180)]
 
 BATCH, SEQUENCE, VOCABULARY = 4, 16, 64
+CONFIG = tiny_config(vocab_size=VOCABULARY, max_sequence_length=SEQUENCE)
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 CP = "context_parallel_size"
+FSDP = {"data_parallel": "fsdp"}
+RESHARD = DataParallelOptions(reshard_after_forward=True)
+EVERY = DataParallelOptions(reduce_every_microbatch=True)
+OVERLAP = DataParallelOptions(overlap_param_gather=True)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2-zero1": (2, {"data_parallel": "zero1"}),
+    "dp2-overlap": (2, {"data_parallel": "zero1", "data_parallel_options": OVERLAP}),
     "dp2-ddp": (2, {"data_parallel": "ddp"}),
-    "dp2-fsdp": (2, {"data_parallel": "fsdp"}),
+    "dp2-fsdp": (2, FSDP),
+    "dp2-fsdp-micro": (2, {**FSDP, "micro_batch_size": 1, "data_parallel_options": EVERY}),
+    "dp2-fsdp-reshard": (2, {**FSDP, "data_parallel_options": RESHARD}),
+    "dp2-fsdp-recompute": (2, {**FSDP, "recompute": RECOMPUTE["uniform"]}),
     "tp2": (1, {TP: 2}),
     "pp2": (1, {PP: 2, "micro_batch_size": 2}),
     "cp2": (1, {CP: 2}),
 }
 """Data-parallel ranks and options of the strategy. gloo refuses those of one data-parallel rank."""
-Result = tuple[list[float], list[float]]
 
 
-def _train(accelerator: str, replicas: int, options: dict[str, Any], num_nodes: int = 1) -> Result:
+class Result(NamedTuple):
+    """What a rank found."""
+
+    losses: list[float]
+    norms: list[float]
+    used: dict[str, Any]
+    """What the rank divided, after its last step."""
+
+
+class _Used(Seen):
+    """Sees what a rank divides: a layout that divides nothing would equal the CPU as well."""
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, *arguments: Any
+    ) -> None:
+        super().on_train_batch_end(trainer, module, *arguments)
+        strategy: Any = trainer.strategy
+        reducer = strategy.run.training.accumulation.reducer
+        parameters = list(module.parameters())
+        self.facts = {
+            "device": strategy.root_device.type,
+            "ranks": trainer.world_size,
+            "replicas": strategy.distributed_sampler_kwargs["num_replicas"],
+            "parameters": sum(p.numel() for p in parameters),
+            "FSDP2": any(isinstance(p, DTensor) for p in parameters),
+            "sharded": any(bucket.sharded for bucket in reducer.buckets),
+            "gathering": any(bucket.gathering is not None for bucket in reducer.buckets),
+            "codes": self.num_codes,
+            "gathered": self.gathered[-2],
+        }
+
+
+def _train(
+    accelerator: str,
+    replicas: int,
+    options: dict[str, Any],
+    num_nodes: int = 1,
+    recipe: FP8Recipe | None = None,
+) -> Result:
     """Train as one rank of ``num_nodes`` nodes with one device each."""
     pl.seed_everything(3, verbose=False)
-    module = GPTLightningModule(
-        tiny_config(vocab_size=VOCABULARY, max_sequence_length=SEQUENCE), learning_rate=1e-3
-    )
+    module = GPTLightningModule(CONFIG, learning_rate=1e-3)
     module.configure_model()
     rows: Any = token_rows(STEPS * BATCH, SEQUENCE, VOCABULARY)
-    record = Losses()
+    record, used = Losses(), _Used()
+    plugins = [] if recipe is None else [MegatronFP8Precision(recipe, backend="emulation")]
     trainer = pl.Trainer(
         strategy=MegatronStrategy(**options), accelerator=accelerator, devices=1,
-        num_nodes=num_nodes, max_steps=STEPS, callbacks=[record], gradient_clip_val=1.0,
+        num_nodes=num_nodes, max_steps=STEPS, callbacks=[record, used], gradient_clip_val=1.0,
         logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False,
+        enable_checkpointing=False, plugins=plugins, deterministic=recipe is not None,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(rows, batch_size=BATCH // replicas))
-    return record.losses, record.norms
+    with used.counting():
+        trainer.fit(module, DataLoader(rows, batch_size=BATCH // replicas))
+    return Result(record.losses, record.norms, used.facts)
 
 
 def _connect(backend: str, store: str) -> tuple[int, int]:
@@ -73,16 +125,21 @@ def _connect(backend: str, store: str) -> tuple[int, int]:
 
 
 def _on_a_shared_gpu(
-    backend: str, store: str, accelerator: str, replicas: int, options: dict[str, Any]
+    backend: str,
+    store: str,
+    accelerator: str,
+    replicas: int,
+    options: dict[str, Any],
+    recipe: FP8Recipe | None = None,
 ) -> Result:
     """Train as one of two nodes, of which each has the same GPU."""
     rank, size = _connect(backend, store)
     os.environ.update(
         TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511",
         GROUP_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0",
-        LOCAL_WORLD_SIZE="1",
+        LOCAL_WORLD_SIZE="1", CUBLAS_WORKSPACE_CONFIG=":4096:8",
     )  # fmt: skip
-    return _train(accelerator, replicas, options, num_nodes=size)
+    return _train(accelerator, replicas, options, size, recipe)
 
 
 def _backend() -> str:
@@ -90,10 +147,23 @@ def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if tuple(version) >= (2, 30) else "gloo"
 
 
+def _assert_in_use(used: dict[str, Any], replicas: int, options: dict[str, Any]) -> None:
+    """Fail where a rank has divided nothing of what the layout names."""
+    device = "cuda" if accelerators()[1] == "gpu" else "cpu"
+    assert (used["device"], used["ranks"], used["replicas"]) == (device, 2, replicas)
+    with torch.device("meta"):
+        full = sum(p.numel() for p in GPTModel(CONFIG).parameters())
+    assert (used["parameters"] < full) == bool({TP, PP} & options.keys())
+    data_parallel = options.get("data_parallel", "zero1")
+    assert used["FSDP2"] == (data_parallel == "fsdp")
+    assert used["sharded"] == (data_parallel == "zero1" and (replicas == 2 or CP in options))
+    assert used["gathering"] == (options.get("data_parallel_options") == OVERLAP)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_on_one_gpu(name: str, tmp_path: Path) -> None:
     replicas, options = LAYOUTS[name]
-    losses, norms = _train("cpu", 1, {})
+    losses, norms, _ = _train("cpu", 1, {})
     start = partial(
         run_ranks, 2, _on_a_shared_gpu, _backend(), str(tmp_path / "store"), accelerators()[1],
         replicas, options, timeout_s=60,
@@ -103,7 +173,27 @@ def test_two_ranks_on_one_gpu(name: str, tmp_path: Path) -> None:
             start()
         pytest.skip(f"torch {torch.__version__} has an NCCL below 2.30, and gloo is refused")
     ranks = start()
-    own = [sum(step) / len(step) for step in zip(*(rank[0] for rank in ranks), strict=True)]
+    own = [sum(step) / len(step) for step in zip(*(rank.losses for rank in ranks), strict=True)]
     assert own == pytest.approx(losses, rel=RTOL)
     for rank in ranks:
-        assert rank[1] == pytest.approx(norms, rel=NORM_RTOL)
+        assert rank.norms == pytest.approx(norms, rel=NORM_RTOL)
+        _assert_in_use(rank.used, replicas, options)
+
+
+@pytest.mark.parametrize("data_parallel", ["zero1", "fsdp"])
+@pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise"])
+def test_weights_gathered_as_8_bits(scaling: Any, data_parallel: str, tmp_path: Path) -> None:
+    """Losses are those of weights in fp32, bit by bit: the codes are those of the full weights. The
+    gathers have fewer bytes; embeddings and norms stay in fp32."""
+    runs = []
+    for coded in (True, False):
+        recipe = FP8Recipe(scaling=scaling, fp8_param_gather=coded, stochastic_rounding=False)
+        options, store = {"data_parallel": data_parallel}, str(tmp_path / f"{coded}")
+        ranks = (_backend(), store, accelerators()[1], 2, options, recipe)
+        runs.append(run_ranks(2, _on_a_shared_gpu, *ranks, timeout_s=80))
+    for own, other in zip(*runs, strict=True):
+        assert own.losses == other.losses
+        assert own.used["gathered"] < 0.8 * other.used["gathered"]
+        # FSDP2 has the main params between steps.
+        assert (own.used["codes"] > 0) == (data_parallel == "zero1") and not other.used["codes"]
+        assert own.used["FSDP2"] == (data_parallel == "fsdp") and own.used["ranks"] == 2

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.bridge import commands, export
 from megatron_lightning.bridge.auto import AutoBridge
-from megatron_lightning.checkpoint.commit import HUGGING_FACE
 from megatron_lightning.checkpoint.tools.pruning import find_prunable, prune
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.file_names import EXPORT_FOLDER
 from megatron_lightning.modules import HuggingFaceModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
@@ -99,7 +99,7 @@ def test_live_parts_and_checkpoints_give_the_folder_that_export_gives(
     commands.export(str(tmp_path / "after.ckpt"), str(tmp_path / "out"))
     expected = _content(tmp_path / "out")
     assert _content(tmp_path / "live") == expected
-    assert _content(tmp_path / "after.ckpt" / HUGGING_FACE) == expected
+    assert _content(tmp_path / "after.ckpt" / EXPORT_FOLDER) == expected
     stored = {
         k: v for f in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(f).items()
     }
@@ -111,15 +111,15 @@ def test_live_parts_and_checkpoints_give_the_folder_that_export_gives(
     # Every checkpoint has the weights of its step.
     for checkpoint in tmp_path.glob("step=*.ckpt"):
         commands.export(str(checkpoint), str(tmp_path / "other"), overwrite=True)
-        assert _content(tmp_path / "other") == _content(checkpoint / HUGGING_FACE)
-    assert _content(tmp_path / "step=2.ckpt" / HUGGING_FACE) != expected
+        assert _content(tmp_path / "other") == _content(checkpoint / EXPORT_FOLDER)
+    assert _content(tmp_path / "step=2.ckpt" / EXPORT_FOLDER) != expected
     if case == "llama":
         _prunes(tmp_path)
 
 
 def _prunes(folder: Path) -> None:
     """Pruning frees the folder in a checkpoint, and what a killed export left in one."""
-    left = folder / "step=4.ckpt" / f"{HUGGING_FACE}.tmp-0123456789ab"
+    left = folder / "step=4.ckpt" / f"{EXPORT_FOLDER}.tmp-0123456789ab"
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"1" * 100)
     found = {Path(entry.path).name: entry for entry in find_prunable(folder, min_age_s=0.0)}
@@ -137,9 +137,9 @@ def _prunes(folder: Path) -> None:
 def _save_twice(path: Path, target: Path) -> list[str]:
     """Save a name again; the second export fails."""
     fit = _fit(path, {}, CheckpointOptions(also_save_hf="end"), target)
-    saved = sorted(file.name for file in target.glob("*.ckpt") if (file / HUGGING_FACE).exists())
+    saved = sorted(file.name for file in target.glob("*.ckpt") if (file / EXPORT_FOLDER).exists())
     fit.save_checkpoint(target / "again.ckpt")
-    assert (target / "again.ckpt" / HUGGING_FACE).exists()
+    assert (target / "again.ckpt" / EXPORT_FOLDER).exists()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "write_file", _fail)
         with pytest.raises(CheckpointError, match="no space"):

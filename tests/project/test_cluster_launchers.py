@@ -1,5 +1,5 @@
-"""Jobs by submitit and Ray Train on this machine, where these are installed, and files for SkyPilot
-and Docker as far as they can be checked without them."""
+"""Jobs by submitit, Ray Train and NeMo-Run on this machine, where these are installed, and files
+for SkyPilot and Docker as far as they can be checked without them."""
 
 from __future__ import annotations
 
@@ -118,6 +118,33 @@ class KilledOnce(Callback):
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert (folder / "killed").exists()
+    losses = _losses(folder)
+    assert list(losses) == list(range(STEPS)) and losses == _undisturbed(tmp_path / "plain")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nemo_run_runs_a_fit_on_this_machine(tmp_path: Path) -> None:
+    if find_spec("nemo_run") is None:  # an import would leave variables behind
+        pytest.skip("nemo_run is not installed")
+    folder = tmp_path / "job"
+    folder.mkdir()
+    command = f"{sys.executable} -m megatron_lightning fit --config={_recipe(folder)}"
+    program = folder / "job.py"
+    # As docs/long_runs.md has it, with the executor of this machine.
+    program.write_text(
+        f"""
+import nemo_run as run
+if __name__ == "__main__":
+    script = run.Script(inline="{command} --trainer.devices=2")
+    run.run(script, executor=run.LocalExecutor(), name="fit")
+"""
+    )
+    result = subprocess.run(
+        [sys.executable, str(program)], cwd=folder, capture_output=True, text=True, check=False,
+        env={**_environment(), "NEMORUN_HOME": str(tmp_path / "nemo")},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-4000:]
     losses = _losses(folder)
     assert list(losses) == list(range(STEPS)) and losses == _undisturbed(tmp_path / "plain")
 

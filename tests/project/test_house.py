@@ -12,6 +12,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -19,7 +20,7 @@ import pytest
 from torch import nn
 from torchmetrics import MeanMetric
 
-from megatron_lightning import callbacks, strategies
+from megatron_lightning import callbacks, file_names, strategies
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_lightning"
@@ -205,9 +206,11 @@ def test_every_direct_dependency_is_pinned() -> None:
     options, extras = _setup()["options"], _setup()["options.extras_require"]
     required = {
         _normalised(re.split(r"[\[><=;]", line)[0])
-        for line in (options["install_requires"] + extras["test"]).split("\n")
+        for line in "\n".join(
+            [options["install_requires"], extras["test"], extras["interop"]]
+        ).split("\n")
     }
-    assert not (required - {""}) - pinned, "pin these in constraints.txt"
+    assert not (required - {"", "megatron-lightning"}) - pinned, "pin these in constraints.txt"
 
 
 def _normalised(name: str) -> str:
@@ -316,6 +319,25 @@ def test_rooms_are_not_corridors() -> None:
         if len(files := [*path.glob("[!_]*.py")]) > 16
     }
     assert found == FULL_ROOMS, "put files into rooms by subject; a smaller number goes in here"
+
+
+def test_names_of_files_are_spelled_once() -> None:
+    names = {name for name in _strings(vars(file_names).values()) if "." in name}
+    assert {"config.json", "adapter_model.bin", "manifest.json"} < names
+    found = [
+        f"{path}:{node.lineno}: {node.value}"
+        for path, tree in _sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in names
+        if path != "megatron_lightning/file_names.py"
+    ]
+    assert not found, "take the names from file_names.py:\n" + "\n".join(found)
+
+
+def _strings(values: Iterable[object]) -> Iterator[str]:
+    for value in values:
+        if isinstance(value, str | tuple):
+            yield from [value] if isinstance(value, str) else value
 
 
 def test_no_string_hides_an_import_upward() -> None:

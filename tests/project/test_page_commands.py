@@ -73,7 +73,9 @@ def _lines(page: Path) -> list[str]:
     return [line for line in (line.partition(" #")[0].strip() for line in lines) if line]
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "AGENTS.md", "SECURITY.md", "docs"]
+)
 def test_each_line_of_a_shell_block_is_one_command(page: str) -> None:
     """A block whose lines were joined would run its first command with the others as arguments."""
     pages = sorted((ROOT / page).rglob("*.md")) if page == "docs" else [ROOT / page]

@@ -61,6 +61,7 @@ ELSEWHERE = {
 }
 """Page and a text of a block -> the test that runs the block."""
 NOT_RUN = {
+    ("from_trl.md", "SFTTrainer("): "the package trl",
     ("fp8.md", 'backend="transformer_engine"'): "Transformer Engine, and a GPU",
     ("inference.md", "openai.OpenAI"): "the package openai; tests/faults/test_server.py uses it",
     ("long_runs.md", "run.SlurmExecutor"): "the package nemo_run, and a cluster",
@@ -145,6 +146,15 @@ def _masked_text(path: Path) -> dict[str, Any]:
     return {}
 
 
+def _tokens(path: Path) -> dict[str, Any]:
+    _folder(path)
+    (path / "data").mkdir()
+    with IndexedDatasetWriter(path / "data" / "web_text_document", np.int32) as writer:
+        for document in range(40):
+            writer.add_document([(document + 7 * i) % 60 for i in range(30)])
+    return {}
+
+
 def _experts(path: Path) -> dict[str, Any]:
     options = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32}
     balanced = MoEConfig(
@@ -184,6 +194,16 @@ def _pairs(path: Path) -> dict[str, Any]:
     return {"trainer": _SmallTrainer(strategy=MegatronStrategy())}
 
 
+def _new_trainer(names: dict[str, Any]) -> None:
+    names["trainer"] = _SmallTrainer(strategy=MegatronStrategy())
+
+
+def _chats(path: Path) -> dict[str, Any]:
+    row = {"messages": [turn("user", "what is blue"), turn("assistant", "the sky")]}
+    write_rows(path / "chats.jsonl", [row] * 16)
+    return {**_pairs(path), "folder": _chat_folder(path)}
+
+
 def _adapted(names: dict[str, Any]) -> None:
     module = names["module"]
     module.configure_model()
@@ -219,6 +239,25 @@ STAGES = {
     "experts.md": Stage(_experts),
     "fine_tuning.md": Stage(
         lambda path: _folder(path) and {}, _HUB, {"adapters_disabled(self.model)": _adapted}
+    ),
+    "from_nemo.md": Stage(
+        _tokens,
+        {
+            **_HUB,
+            "sequence_length=4096": "sequence_length=16",
+            "global_batch_size=256": "global_batch_size=2",
+            "warmup_steps=500": "warmup_steps=1",
+            "vocab_size=128256": "vocab_size=60",
+        },
+    ),
+    "from_trl.md": Stage(
+        _chats,
+        {
+            "meta-llama/Llama-3.2-1B-Instruct": "chats",
+            "sequence_length=2048": "sequence_length=64",
+            "sequence_length=1024": "sequence_length=64",
+        },
+        {"DPOModule(": _new_trainer},
     ),
     "hugging_face.md": Stage(
         lambda path: _folder(path) and {}, _HUB, {"save_hf_pretrained": _saved}

@@ -15,6 +15,8 @@ TOOLS = {  # of tests and pages, which read nothing of others
     "hypothesis", "import-linter", "ml-dtypes", "mkdocs", "mkdocs-material", "mkdocstrings", "mypy",
     "peft", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-pyyaml",
 }  # fmt: skip
+OF_TESTS = ("interop", "interop_apart")
+"""Extras of packages that tests compare with: nothing of ours needs them."""
 
 
 def _clean_from() -> dict[str, Version | None]:
@@ -36,7 +38,9 @@ def _clean_from() -> dict[str, Version | None]:
 def _requirements() -> list[Requirement]:
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
-    texts = [parser["options"]["install_requires"], *parser["options.extras_require"].values()]
+    extras = parser["options.extras_require"]
+    texts = [text for extra, text in extras.items() if extra not in OF_TESTS]
+    texts.append(parser["options"]["install_requires"])
     return [Requirement(line) for text in texts for line in text.splitlines() if line]
 
 

@@ -15,13 +15,24 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import transformers
 import yaml
 
 from megatron_lightning.cli import main
-from megatron_lightning.config import TransformerConfig
-from megatron_lightning.modules import PretrainDataModule
+from megatron_lightning.config import (
+    CheckpointOptions,
+    DataParallelOptions,
+    PipelineOptions,
+    TransformerConfig,
+)
+from megatron_lightning.modules import (
+    FinetuneDataModule,
+    HuggingFaceModule,
+    PretrainDataModule,
+)
 from megatron_lightning.modules.language_model import LanguageModule
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.chats import make_tokenizer, turn, write_rows
 from tests.project.test_readme import COMMANDS, ROOT, blocks, commands_of
 
 DOCS = ROOT / "docs"
@@ -72,21 +83,79 @@ def test_commands_of_the_tutorial_are_those_of_the_readme() -> None:
             assert command in COMMANDS or "--index-url" in command, f"{page.name}: {command}"
 
 
-def test_options_for_users_of_megatron_exist() -> None:
+@pytest.mark.parametrize(
+    ("page", "module", "data"),
+    [
+        ("from_megatron.md", LanguageModule, PretrainDataModule),
+        ("from_trl.md", HuggingFaceModule, FinetuneDataModule),
+        ("from_axolotl.md", HuggingFaceModule, FinetuneDataModule),
+    ],
+)
+def test_options_for_users_of_others_exist(page: str, module: type, data: type) -> None:
     """The right column names options of the classes, and the commands are parsed."""
-    page = (DOCS / "from_megatron.md").read_text()
-    kinds: dict[str, Any] = {
-        "trainer.strategy": MegatronStrategy,
-        "trainer": pl.Trainer,
-        "model.config": TransformerConfig,
-        "model": LanguageModule,
-        "data": PretrainDataModule,
+    kinds: dict[str, tuple[type, ...]] = {
+        "trainer.strategy": (MegatronStrategy,),
+        "trainer": (pl.Trainer,),
+        "model.config": (TransformerConfig,),
+        "model": (LanguageModule, module),
+        "data": (data,),
     }
-    options = re.findall(r"`((?:trainer|model|data)\.[\w.]+)`", page.partition("## Options")[2])
-    assert len(options) >= 45
+    text = re.split(r"## (?:Options|Keys)", (DOCS / page).read_text())[1]
+    options = re.findall(r"`((?:trainer|model|data)\.[\w.]+)`", text)
+    assert len(options) >= 40
     for option in options:
         group, _, name = option.rpartition(".")
-        assert name in inspect.signature(kinds[group]).parameters, option
+        assert any(name in inspect.signature(kind).parameters for kind in kinds[group]), option
+
+
+def test_arguments_for_users_of_nemo_exist() -> None:
+    page = (DOCS / "from_nemo.md").read_text()
+    table = page.partition("## Strategy")[2].partition("## Classes")[0]
+    names = {
+        name
+        for kind in (MegatronStrategy, PipelineOptions, DataParallelOptions, CheckpointOptions)
+        for name in inspect.signature(kind).parameters
+    }
+    names |= {"global_batch_size", "batch_size_schedule"}  # of the data module
+    names |= {"strict_loading", "init_from_hf", "precision", "plugins", "fsdp", "zero1", "ddp"}
+    for row in re.findall(r"^\| `.*\|$", table, re.MULTILINE):
+        theirs, ours = row.strip("| ").split(" | ")
+        equal = "the same" in ours and "the same in `" not in ours
+        for name in re.findall(r"`([a-z_]+)`", theirs if equal else ours):
+            assert name in names or name in ("raise", "skip"), name
+
+
+def test_the_file_for_users_of_axolotl_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, text = blocks((DOCS / "from_axolotl.md").read_text(), "yaml")
+    (tmp_path / "train.yaml").write_text(text)
+    monkeypatch.setattr(sys, "argv", ["megatron-lightning"])
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--config", str(tmp_path / "train.yaml"), "--print_config"])
+    assert not exit_.value.code, capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_file_for_users_of_axolotl_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, text = blocks((DOCS / "from_axolotl.md").read_text(), "yaml")
+    row = {"messages": [turn("user", "what is blue"), turn("assistant", "the sky")]}
+    (tmp_path / "demo").mkdir()
+    write_rows(tmp_path / "demo" / "chats.jsonl", [row] * 200)
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 320}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    model.save_pretrained(tmp_path / "demo" / "chat_model")
+    make_tokenizer().save_pretrained(tmp_path / "demo" / "chat_model")
+    (tmp_path / "train.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["megatron-lightning"])
+    small = ["--trainer.devices=1", "--trainer.strategy.tensor_model_parallel_size=1"]
+    small += ["--trainer.max_epochs=1", "--trainer.logger=false", "--data.cache_dir=cache"]
+    main(["fit", "--config", "train.yaml", *small])
+    assert (tmp_path / "demo" / "axolotl" / "last.ckpt" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("index", [0, 2])

@@ -21,6 +21,7 @@ from megatron_lightning.checkpoint.format.plain_state import dump_state
 from megatron_lightning.checkpoint.format.shard_file import write_shards
 from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.source import CheckpointSource
+from megatron_lightning.file_names import shard_stem
 from megatron_lightning.parallel.shards.spec import Box, Shard
 
 CHUNK_BYTES = 64 << 20
@@ -97,7 +98,7 @@ def write_checkpoint(
             placeholders = [
                 (name, Shard(box.offset, placeholder)) for name, box, placeholder in meta
             ]
-            stem = f"tensors.{pending.identifier}.{number:05d}"
+            stem = shard_stem(pending.identifier, number)
             for file in write_shards(
                 pending.folder,
                 stem,

@@ -11,13 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lightning.checkpoint.commit import (
-    HUGGING_FACE,
-    MANIFEST,
-    OUR_FILES,
-    is_committed,
-    remove_checkpoint,
-)
+from megatron_lightning.checkpoint.commit import is_committed, remove_checkpoint
 from megatron_lightning.checkpoint.format.files import release, try_lock
 from megatron_lightning.checkpoint.format.storage import (
     Folder,
@@ -35,6 +29,7 @@ from megatron_lightning.checkpoint.listing import (
 )
 from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.file_names import EXPORT_FOLDER, MANIFEST, OUR_FILES
 
 
 class Prunable(NamedTuple):
@@ -122,7 +117,7 @@ def _leftovers(folder: str | Path, min_age_s: float) -> Iterator[Prunable]:
     """Yield temporary directories and files of killed local saves."""
     if not isinstance(folder, Path):
         return
-    exports = folder.glob(f"*/{HUGGING_FACE}.*")  # of exports into checkpoints
+    exports = folder.glob(f"*/{EXPORT_FOLDER}.*")  # of exports into checkpoints
     for path in sorted([*folder.iterdir(), *exports]):
         leftover = LEFTOVER.fullmatch(path.name)
         if not leftover or path.is_symlink() or time.time() - path.stat().st_mtime < min_age_s:
@@ -161,7 +156,7 @@ def _strays(folder: str | os.PathLike[str], min_age_s: float) -> Iterator[Prunab
 
 def _nested_bytes(checkpoint: str) -> int:
     """Return the bytes of the Hugging Face folder in a checkpoint."""
-    nested = None if is_remote(checkpoint) else local_path(checkpoint) / HUGGING_FACE
+    nested = None if is_remote(checkpoint) else local_path(checkpoint) / EXPORT_FOLDER
     files = [] if nested is None else nested.rglob("*")
     return sum(file.stat().st_size for file in files if file.is_file())
 

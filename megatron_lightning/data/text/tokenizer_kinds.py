@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_lightning.data.chat.token_bytes import TokenBytes
 from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.file_names import TOKENIZER, TOKENIZER_CONFIG
 from megatron_lightning.optional import require
 
 NO_PAD = -1
@@ -75,7 +76,7 @@ class JsonTokenizer(PlainTokenizer):
 
     def __init__(self, model: str | Path, eod: str | None = None) -> None:
         tokenizers = require("tokenizers", "tokenizer_type=json")
-        path = Path(model) / "tokenizer.json" if Path(model).is_dir() else Path(model)
+        path = Path(model) / TOKENIZER if Path(model).is_dir() else Path(model)
         self._path = str(path)
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(self._path)
@@ -87,7 +88,7 @@ class JsonTokenizer(PlainTokenizer):
         self._tokenizer.no_truncation()
         self.token_bytes = TokenBytes(self._tokenizer)
         """Bytes of a token. None: they are not known."""
-        end = eod or _end_in(path.with_name("tokenizer_config.json"))
+        end = eod or _end_in(path.with_name(TOKENIZER_CONFIG))
         end_id = None if end is None else self._tokenizer.token_to_id(end)
         if end_id is None:
             raise ConfigError(

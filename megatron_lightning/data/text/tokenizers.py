@@ -27,6 +27,7 @@ from megatron_lightning.data.text.tokenizer_kinds import (
     NullTokenizer,
 )
 from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.file_names import SENTENCEPIECE, TOKENIZER, TOKENIZER_CONFIG
 from megatron_lightning.optional import require
 
 TokenizerType = Literal["sentencepiece", "huggingface", "json", "bytes", "null", "class_path"]
@@ -181,7 +182,7 @@ class HuggingFaceTokenizer:
         if eos is None:
             raise ConfigError(
                 f"{model}: has no eos_token to end documents with; set eos_token in its "
-                "tokenizer_config.json"
+                f"{TOKENIZER_CONFIG}"
             )
         self.eod: int = eos
         self.pad: int = NO_PAD if pad is None or pad == eos else pad
@@ -319,17 +320,17 @@ def tokenizer_files(tokenizer: Tokenizer, model: str) -> dict[str, bytes]:
     """
     model = local_path(model)
     if isinstance(tokenizer, SentencePieceTokenizer):
-        return {"tokenizer.model": Path(model).read_bytes()}
+        return {SENTENCEPIECE: Path(model).read_bytes()}
     if isinstance(tokenizer, HuggingFaceTokenizer):
         with tempfile.TemporaryDirectory() as folder:
             tokenizer.backend.save_pretrained(folder)
             return {path.name: path.read_bytes() for path in Path(folder).glob("*.*")}
     if isinstance(tokenizer, JsonTokenizer):
         path = Path(model) if Path(model).is_dir() else Path(model).parent
-        names = ("tokenizer.json", "tokenizer_config.json")
+        names = (TOKENIZER, TOKENIZER_CONFIG)
         files = {name: path / name for name in names if (path / name).is_file()}
         if not Path(model).is_dir():
-            files["tokenizer.json"] = Path(model)
+            files[TOKENIZER] = Path(model)
         return {name: file.read_bytes() for name, file in files.items()}
     return {}
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_lightning.data.text.tokenizers import TokenizerType
-from megatron_lightning.inference.commands.load import Dtype
+from megatron_lightning.inference.commands.model_options import ModelOptions
 from megatron_lightning.inference.commands.text_codec import Codec, prompt_ids
 from megatron_lightning.inference.commands.text_job import ModelJob
 from megatron_lightning.inference.commands.text_progress import Progress
@@ -18,31 +17,16 @@ from megatron_lightning.inference.engine.uncached_loop import Sampling, check_nu
 
 
 def generate(  # noqa: PLR0917  # every argument is an option of the command line
-    checkpoint: str,
+    model: ModelOptions,
     prompts: list[str] | str,
-    tokenizer_model: str | None = None,
-    tokenizer_type: TokenizerType = "sentencepiece",
     max_new_tokens: int = 64,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float = 1.0,
     seed: int = 1234,
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
-    virtual_pipeline_model_parallel_size: int = 1,
-    pipeline_schedule: str | list[str] = "auto",
-    device: str = "auto",
-    expert_model_parallel_size: int = 1,
-    expert_tensor_parallel_size: int | None = None,
     chat: bool = False,
     stop: list[str] | None = None,
     num_samples: int = 1,
-    dtype: Dtype = "float32",
-    max_tokens: int = 512,
-    max_requests: int = 64,
-    cache_gib: float = 1.0,
-    adapters: str | None = None,
-    draft_tokens: int = 0,
 ) -> list[str]:
     """Continue prompts with a trained model.
 
@@ -51,39 +35,18 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
     than the model's longest sequence continues from its last tokens, without the cache.
 
     Args:
-        checkpoint: Checkpoint directory, plain Lightning .ckpt file, Hugging Face folder, or Hub
-            id.
+        model: The model, its tokenizer, layout and engine.
         prompts: A text, or a list of texts, to continue.
-        tokenizer_model: The tokenizer of the training data. Default: the tokenizer saved with the
-            model.
-        tokenizer_type: sentencepiece, huggingface, json, bytes, null or class_path.
         max_new_tokens: Tokens added to each prompt, at most. An end-of-document token ends a text
             earlier.
         temperature: Divides the logits. 0 always takes the most likely token.
         top_k: Choose among this number of the most likely tokens. Default: all.
         top_p: Choose among the most likely tokens with this total probability.
         seed: Seed of the draws.
-        tensor_model_parallel_size: Ranks to split each layer's matrices over.
-        pipeline_model_parallel_size: Ranks to split the layers over, as stages.
-        virtual_pipeline_model_parallel_size: Stages on each pipeline rank.
-        pipeline_schedule: Schedule as in training. Determines the stages of each rank.
-        device: cpu, cuda, or auto (cuda if available).
-        expert_model_parallel_size: Ranks to divide the experts over. Experts use the tensor
-            parallel ranks: set expert_tensor_parallel_size to 1, or reduce
-            expert_tensor_parallel_size by the same factor.
-        expert_tensor_parallel_size: Ranks to split each expert's matrices over. Default: the tensor
-            parallel size.
         chat: Send each prompt as a user's message through the chat template, and print the answer
             alone.
         stop: Strings at the end of a text. The text is returned without a stop string.
         num_samples: Texts of each prompt.
-        dtype: Dtype of the weights: float32, bfloat16 or float16.
-        max_tokens: Tokens of a step over all texts. Longer prompts are computed in chunks.
-        max_requests: Texts computed at the same time. Further texts wait.
-        cache_gib: GiB for keys and values on each rank, at most.
-        adapters: Folder of peft, or checkpoint, with adapters for the model.
-        draft_tokens: Tokens drafted for each text in a step, by as many layers of multi-token
-            prediction, and verified by the model. The texts are the same. 0: no drafts.
 
     Returns:
         Each prompt with the continuation, or with ``chat`` the answers. Nothing on ranks of
@@ -94,24 +57,7 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
         CheckpointError: If the checkpoint cannot be read.
         DataError: If the tokenizer cannot be read.
     """
-    job = ModelJob(
-        checkpoint=checkpoint,
-        adapters=adapters,
-        tokenizer_model=tokenizer_model,
-        tokenizer_type=tokenizer_type,
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
-        expert_model_parallel_size=expert_model_parallel_size,
-        expert_tensor_parallel_size=expert_tensor_parallel_size,
-        pipeline_schedule=pipeline_schedule,
-        device=device,
-        dtype=dtype,
-        max_tokens=max_tokens,
-        max_requests=max_requests,
-        cache_gib=cache_gib,
-        draft_tokens=draft_tokens,
-    )
+    job = ModelJob(model)
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,

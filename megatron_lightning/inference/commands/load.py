@@ -29,6 +29,8 @@ from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.config.class_paths import config_of_checkpoint
 from megatron_lightning.data.text.tokenizers import TokenizerType
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
+from megatron_lightning.file_names import ADAPTER_CONFIG, CONFIG, SENTENCEPIECE
+from megatron_lightning.inference.commands.model_options import Dtype
 from megatron_lightning.inference.commands.text_codec import (
     Codec,
     codec_of_files,
@@ -47,14 +49,12 @@ from megatron_lightning.parallel.grid.context import ALONE, ParallelContext
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.peft import LoRA, load_adapters
 from megatron_lightning.peft.base_digest import check_loaded_base
-from megatron_lightning.peft.folder import CONFIG as ADAPTER_CONFIG
 from megatron_lightning.peft.lora import applied_to
 from megatron_lightning.peft.record import read_records
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules import resolve
 from megatron_lightning.rules import check_model_layout
 
-Dtype = Literal["float32", "bfloat16", "float16"]
 _PREFIX = "state_dict.model."
 """Prefix of the model's names in a checkpoint of ``GPTLightningModule``."""
 _Fill = Callable[[nn.Module, Part, ParallelContext], object]
@@ -113,7 +113,7 @@ def find_model(
 
 def _find_model(checkpoint: str | os.PathLike[str], context: ParallelContext | None) -> SavedModel:
     is_hub_id = not is_checkpoint(str(checkpoint)) and not Path(checkpoint).exists()
-    if is_hub_id or (Path(checkpoint) / "config.json").is_file():
+    if is_hub_id or (Path(checkpoint) / CONFIG).is_file():
         return _of_bridge(AutoBridge.from_hf_pretrained(str(checkpoint)))
     source = open_checkpoint(checkpoint, group=ALONE if context is None else context.axis("world"))
     saved = source.state().get("hyper_parameters", {})
@@ -234,7 +234,7 @@ def find_codec(
     if tokenizer_files is not None:
         kind, name, contents = tokenizer_files
         with contents.unpacked() as folder:
-            files_there = {"sentencepiece": folder / "tokenizer.model"}
+            files_there = {"sentencepiece": folder / SENTENCEPIECE}
             model = files_there.get(kind, folder) if contents.contents else name
             codec = load_codec(str(model), cast(TokenizerType, kind))
     if codec is None:

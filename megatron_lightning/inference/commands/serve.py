@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_lightning.data.text.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference.commands.load import Dtype
+from megatron_lightning.inference.commands.model_options import ModelOptions
 from megatron_lightning.inference.commands.text_codec import Codec
 from megatron_lightning.inference.commands.text_job import ModelJob
 from megatron_lightning.inference.engine.text_engine import Engine
@@ -26,7 +25,7 @@ _LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
 
 
 def serve(  # noqa: PLR0917  # every argument is an option of the command line
-    checkpoint: str,
+    model: ModelOptions,
     host: str = "127.0.0.1",
     port: int = 8000,
     name: str | None = None,
@@ -35,21 +34,6 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
     max_queue: int = 256,
     timeout_s: float = 600.0,
     max_body_mib: float = 4.0,
-    tokenizer_model: str | None = None,
-    tokenizer_type: TokenizerType = "sentencepiece",
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
-    virtual_pipeline_model_parallel_size: int = 1,
-    expert_model_parallel_size: int = 1,
-    expert_tensor_parallel_size: int | None = None,
-    pipeline_schedule: str | list[str] = "auto",
-    device: str = "auto",
-    dtype: Dtype = "float32",
-    max_tokens: int = 512,
-    max_requests: int = 64,
-    cache_gib: float = 1.0,
-    adapters: str | None = None,
-    draft_tokens: int = 0,
 ) -> None:
     """Serve a trained model: OpenAI's completions and chats, and a page to try prompts.
 
@@ -57,8 +41,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
     need an API key, in the environment (MEGATRON_LIGHTNING_API_KEY) or in a file.
 
     Args:
-        checkpoint: Checkpoint directory, plain Lightning .ckpt file, Hugging Face folder, or Hub
-            id.
+        model: The model, its tokenizer, layout and engine.
         host: Address to listen at.
         port: Port to listen at.
         name: Name of the model. Default: the checkpoint's name.
@@ -67,26 +50,6 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
         max_queue: Running and waiting requests, at most. Further requests are refused.
         timeout_s: Seconds of a request.
         max_body_mib: MiB of a request.
-        tokenizer_model: The tokenizer of the training data. Default: the tokenizer saved with the
-            model.
-        tokenizer_type: sentencepiece, huggingface, json, bytes, null or class_path.
-        tensor_model_parallel_size: Ranks to split each layer's matrices over.
-        pipeline_model_parallel_size: Ranks to split the layers over, as stages.
-        virtual_pipeline_model_parallel_size: Stages on each pipeline rank.
-        expert_model_parallel_size: Ranks to divide the experts over. Experts use the tensor
-            parallel ranks: set expert_tensor_parallel_size to 1, or reduce
-            expert_tensor_parallel_size by the same factor.
-        expert_tensor_parallel_size: Ranks to split each expert's matrices over. Default: the tensor
-            parallel size.
-        pipeline_schedule: Schedule as in training. Determines the stages of each rank.
-        device: cpu, cuda, or auto (cuda if available).
-        dtype: Dtype of the weights: float32, bfloat16 or float16.
-        max_tokens: Tokens of a step over all texts. Longer prompts are computed in chunks.
-        max_requests: Texts computed at the same time. Further texts wait.
-        cache_gib: GiB for keys and values on each rank, at most.
-        adapters: Folder of peft, or checkpoint, with adapters for the model.
-        draft_tokens: Tokens drafted for each text in a step, by as many layers of multi-token
-            prediction, and verified by the model. The texts are the same. 0: no drafts.
 
     Raises:
         ConfigError: If the values cannot work together, or the packages are not installed.
@@ -96,24 +59,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
     _check_installed()
     key = _api_key(api_key_file)
     _check_address(host, key)
-    job = ModelJob(
-        checkpoint=checkpoint,
-        adapters=adapters,
-        tokenizer_model=tokenizer_model,
-        tokenizer_type=tokenizer_type,
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
-        expert_model_parallel_size=expert_model_parallel_size,
-        expert_tensor_parallel_size=expert_tensor_parallel_size,
-        pipeline_schedule=pipeline_schedule,
-        device=device,
-        dtype=dtype,
-        max_tokens=max_tokens,
-        max_requests=max_requests,
-        cache_gib=cache_gib,
-        draft_tokens=draft_tokens,
-    )
+    job = ModelJob(model)
     _check_engine(job)
     job.check()
     settings = {
@@ -121,7 +67,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
         "port": port,
         "max_queue": max_queue,
         "server": {
-            "name": name or Path(checkpoint).name or checkpoint,
+            "name": name or Path(model.checkpoint).name or model.checkpoint,
             "api_key": key,
             "hosts": _accepted_hosts(host, allowed_hosts or ()),
             "max_body_bytes": int(max_body_mib * 2**20),
@@ -221,9 +167,9 @@ def _check_address(host: str, key: str | None) -> None:
 def _check_engine(job: ModelJob) -> None:
     if job.saved.refusal is not None:
         raise ConfigError(
-            f"{job.checkpoint} writes by its own generate, one text at a time, and is not served. "
-            "Serve its folder with vLLM, SGLang or transformers. The engine does not support the "
-            f"model: {job.saved.refusal}"
+            f"{job.model.checkpoint} writes by its own generate, one text at a time, and is not "
+            "served. Serve its folder with vLLM, SGLang or transformers. The engine does not "
+            f"support the model: {job.saved.refusal}"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from megatron_lightning.bridge.hub import find_file
 from megatron_lightning.checkpoint.kept_files import KeptFiles
-from megatron_lightning.checkpoint.text_record import CONFIG, GENERATION, end_tokens
+from megatron_lightning.checkpoint.text_record import end_tokens
 from megatron_lightning.data.chat.token_bytes import TokenBytes
 from megatron_lightning.data.text.tokenizers import (
     HuggingFaceTokenizer,
@@ -21,6 +21,7 @@ from megatron_lightning.data.text.tokenizers import (
     load_tokenizer,
 )
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.file_names import CONFIG, GENERATION_CONFIG
 from megatron_lightning.inference.engine.continuation import text_behind
 
 Message = Mapping[str, Any]
@@ -316,7 +317,9 @@ def end_tokens_of(model: str | Path, *, revision: str | None = None) -> tuple[in
         model: A folder, or a Hub id.
         revision: Branch, tag or commit of the Hub id. None: main.
     """
-    files = {name: find_file(model, name, revision=revision) for name in (GENERATION, CONFIG)}
+    files = {
+        name: find_file(model, name, revision=revision) for name in (GENERATION_CONFIG, CONFIG)
+    }
     return end_tokens({name: file.read_bytes() for name, file in files.items() if file})
 
 

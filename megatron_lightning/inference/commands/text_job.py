@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_lightning.data.text.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.commands.load import (
-    Dtype,
     SavedModel,
     check_model,
     find_codec,
@@ -25,8 +23,8 @@ from megatron_lightning.inference.commands.load import (
     find_stops,
     load_engine,
 )
+from megatron_lightning.inference.commands.model_options import ModelOptions
 from megatron_lightning.inference.commands.text_codec import Codec, load_codec
-from megatron_lightning.inference.engine.engine_options import EngineOptions
 from megatron_lightning.inference.engine.speculative import check_drafts
 from megatron_lightning.inference.engine.text_model import TextModel
 from megatron_lightning.parallel.grid.layout import ParallelLayout
@@ -40,62 +38,15 @@ Work = Callable[[TextModel, Codec, Any], Any]
 Rank 0's result is plain data."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ModelJob:
-    """A trained model, a tokenizer, and the processes to run the model. Plain values: the options
-    of commands, described at each command.
-    """
+    """A trained model and the processes to run it."""
 
-    checkpoint: str
-    adapters: str | None
-    tokenizer_model: str | None
-    tokenizer_type: TokenizerType
-    tensor_model_parallel_size: int
-    pipeline_model_parallel_size: int
-    virtual_pipeline_model_parallel_size: int
-    expert_model_parallel_size: int
-    expert_tensor_parallel_size: int | None
-    pipeline_schedule: str | list[str]
-    device: str
-    dtype: Dtype
-    max_tokens: int
-    max_requests: int
-    cache_gib: float
-    draft_tokens: int = 0
+    model: ModelOptions
     num_replicas: int = 1
     """Number of replicas to start."""
     runs_replicas: bool = False
     """Whether processes beyond one replica have separate work."""
-
-    @cached_property
-    def layout(self) -> ParallelLayout:
-        """Sizes of the layout.
-
-        Raises:
-            ConfigError: If a size cannot work.
-        """
-        return ParallelLayout(
-            tensor_model_parallel_size=self.tensor_model_parallel_size,
-            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size,
-            expert_model_parallel_size=self.expert_model_parallel_size,
-            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
-            sequence_parallel=False,  # rows are short: gathers would cost more than the savings
-        )
-
-    @cached_property
-    def options(self) -> EngineOptions:
-        """Sizes of the engine.
-
-        Raises:
-            ConfigError: If a size cannot work.
-        """
-        return EngineOptions(
-            max_tokens=self.max_tokens,
-            max_requests=min(self.max_requests, self.max_tokens),
-            cache_gib=self.cache_gib,
-            draft_tokens=self.draft_tokens,
-        )
 
     @cached_property
     def saved(self) -> SavedModel:
@@ -104,7 +55,7 @@ class ModelJob:
         Raises:
             CheckpointError: If the checkpoint cannot be read.
         """
-        return find_model(self.checkpoint, adapters=self.adapters)
+        return find_model(self.model.checkpoint, adapters=self.model.adapters)
 
     @cached_property
     def codec(self) -> Codec:
@@ -116,16 +67,16 @@ class ModelJob:
             DataError: If the tokenizer cannot be loaded.
         """
         saved = self.saved  # first: where no model is, the model is missing, not its tokenizer
-        name = self.tokenizer_model or self.checkpoint
+        name = self.model.tokenizer_model or self.model.checkpoint
         codec = (
-            find_codec(self.checkpoint, self.adapters)
-            if self.tokenizer_model is None
-            else load_codec(self.tokenizer_model, self.tokenizer_type)
+            find_codec(self.model.checkpoint, self.model.adapters)
+            if self.model.tokenizer_model is None
+            else load_codec(self.model.tokenizer_model, self.model.tokenizer_type)
         )
         if codec.vocab_size > saved.vocab_size:
             raise ConfigError(
                 f"{name} has {codec.vocab_size} ids and the model in "
-                f"{self.checkpoint} has vocab_size={saved.vocab_size}. Set tokenizer_model "
+                f"{self.model.checkpoint} has vocab_size={saved.vocab_size}. Set tokenizer_model "
                 "to the tokenizer that made the training data."
             )
         return codec
@@ -136,7 +87,7 @@ class ModelJob:
         started = launcher.find()
         if started is not None:
             return started.world_size
-        return self.layout.tp * self.layout.pp * self.num_replicas
+        return self.model.layout.tp * self.model.layout.pp * self.num_replicas
 
     def check(self) -> None:
         """Check the settings as far as possible before processes start.
@@ -146,14 +97,14 @@ class ModelJob:
             CheckpointError: If the checkpoint cannot be read.
             DataError: If the tokenizer cannot be loaded.
         """
-        layout, world_size = self.layout, self.world_size
-        options = self.options
+        layout, world_size = self.model.layout, self.world_size
+        options = self.model.engine
         _check_experts(layout)
-        resolve(self.pipeline_schedule, num_ranks=layout.pp, num_chunks=layout.vpp)
+        resolve(self.model.pipeline_schedule, num_ranks=layout.pp, num_chunks=layout.vpp)
         _ = self.codec
         check_model(self.saved, layout, world_size)
         check_drafts(self.saved.config, options)
-        if self.adapters is not None:
+        if self.model.adapters is not None:
             self.saved.build()  # on meta: reads the adapters alone
         if layout.data_parallel_size(world_size) > 1 and not self.runs_replicas:
             raise ConfigError(
@@ -184,20 +135,20 @@ class ModelJob:
     @property
     def torch_device(self) -> str:
         """Type of the device."""
-        if self.device == "auto":
+        if self.model.device == "auto":
             return "cuda" if torch.cuda.is_available() else "cpu"
-        return self.device
+        return self.model.device
 
     def _work(self, work: Work, arguments: Any, device: torch.device) -> Any:
         engine = load_engine(
-            self.checkpoint,
-            self.layout,
-            adapters=self.adapters,
-            options=self.options,
-            pipeline_schedule=self.pipeline_schedule,
+            self.model.checkpoint,
+            self.model.layout,
+            adapters=self.model.adapters,
+            options=self.model.engine,
+            pipeline_schedule=self.model.pipeline_schedule,
             device=str(device),
-            dtype=self.dtype,
-            stops=(*self.codec.stops, *find_stops(self.checkpoint, self.adapters)),
+            dtype=self.model.dtype,
+            stops=(*self.codec.stops, *find_stops(self.model.checkpoint, self.model.adapters)),
             decode=self.codec.decode,
         )
         return work(engine, self.codec, arguments)

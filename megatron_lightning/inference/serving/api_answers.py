@@ -86,24 +86,20 @@ class Answer:
         }
 
     def _choice(self, index: int, prompt: Written | None, text: Written) -> dict[str, Any]:
-        request = self._request
         content = self._text(index, text)
-        choice: dict[str, Any] = {"index": index, "finish_reason": text.reason or "length"}
-        if request.is_chat:
-            content, calls = self._calls(content)
-            choice["message"] = {"role": "assistant", "content": content}
-            if calls:
-                choice["message"] = {
-                    "role": "assistant",
-                    "content": content or None,
-                    "tool_calls": [_call(call) for call in calls],
-                }
-                choice["finish_reason"] = "tool_calls"
-            choice["logprobs"] = self._logprobs(index, prompt, text, 0, None)
-        else:
-            choice["text"] = content
-            choice["logprobs"] = self._logprobs(index, prompt, text, 0, None)
-        return choice
+        choice: dict[str, Any] = {
+            "index": index,
+            "finish_reason": text.reason or "length",
+            "logprobs": self._logprobs(index, prompt, text, 0, None),
+        }
+        if not self._request.is_chat:
+            return {**choice, "text": content}
+        content, calls = self._calls(content)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls:
+            message |= {"content": content or None, "tool_calls": [_call(call) for call in calls]}
+            choice["finish_reason"] = "tool_calls"
+        return {**choice, "message": message}
 
     def _text(self, index: int, text: Written) -> str:
         """Return the final part of a text, with an echo of the prompt."""

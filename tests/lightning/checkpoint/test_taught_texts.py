@@ -21,6 +21,7 @@ from megatron_lightning.data.chat.template_texts import without_marks
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.inference.commands.generate import generate
 from megatron_lightning.inference.commands.load import find_codec, find_stops
+from megatron_lightning.inference.commands.model_options import ModelOptions
 from megatron_lightning.modules import FinetuneDataModule, GPTLightningModule, HuggingFaceModule
 from megatron_lightning.peft import LoRA
 from megatron_lightning.peft.commands import export, import_, merge
@@ -108,9 +109,8 @@ def test_a_fully_tuned_base_model_stops_wherever_it_goes(paths: Paths, tmp_path:
         text = model.generate(**prompt, max_new_tokens=9, do_sample=False, pad_token_id=EOS)
         assert text[0, length:].tolist() == [*tokenizer.encode(ANSWER), END]
     for source in (checkpoint, written[0]):
-        answers = generate(
-            str(source), QUESTION, chat=True, max_new_tokens=9, temperature=0.0, device="cpu"
-        )
+        model_of = ModelOptions(checkpoint=str(source), device="cpu")
+        answers = generate(model_of, QUESTION, chat=True, max_new_tokens=9, temperature=0.0)
         assert answers == [ANSWER]
     # A further run on other data keeps what the first one taught.
     again = HuggingFaceModule(str(checkpoint))

@@ -14,15 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_lightning.bridge.export import write_folder
-from megatron_lightning.bridge.folder import (
-    INDEX,
-    PICKLE,
-    PICKLE_INDEX,
-    SINGLE,
-    HuggingFaceFolder,
-)
+from megatron_lightning.bridge.folder import HuggingFaceFolder
 from megatron_lightning.bridge.folder_record import keep
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
+from megatron_lightning.file_names import PICKLED_INDEX, PICKLED_WEIGHTS, WEIGHTS, WEIGHTS_INDEX
 from megatron_lightning.parallel.shards.spec import Box
 
 TENSORS = {
@@ -38,13 +33,13 @@ def make(path: Path, num_files: int = 2) -> Path:
     """Write the tensors, in files with an index or in one."""
     path.mkdir()
     if num_files == 1:
-        save_file(TENSORS, path / SINGLE)
+        save_file(TENSORS, path / WEIGHTS)
         return path
     names = [f"model-{index:05d}-of-{num_files:05d}.safetensors" for index in range(num_files)]
     weight_map = {name: names[index % num_files] for index, name in enumerate(TENSORS)}
     for file in names:
         save_file({n: TENSORS[n] for n, f in weight_map.items() if f == file}, path / file)
-    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (path / WEIGHTS_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return path
 
 
@@ -73,8 +68,8 @@ def _disk_bytes() -> int:
 def test_the_kernel_counts_the_same_bytes(tmp_path: Path) -> None:
     """Cold, each byte comes from the disk once, in full pages and with the header."""
     tensors = {f"{index}.weight": torch.randn(512, 1024) for index in range(4)}
-    save_file(tensors, tmp_path / SINGLE)
-    with (tmp_path / SINGLE).open("rb") as stream:
+    save_file(tensors, tmp_path / WEIGHTS)
+    with (tmp_path / WEIGHTS).open("rb") as stream:
         os.fsync(stream.fileno())
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     before, folder = _disk_bytes(), HuggingFaceFolder(tmp_path)
@@ -88,29 +83,29 @@ def test_the_kernel_counts_the_same_bytes(tmp_path: Path) -> None:
 
 
 def _truncate(path: Path) -> None:
-    (path / SINGLE).write_bytes((path / SINGLE).read_bytes()[:-1])
+    (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:-1])
 
 
 def _header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
-        raw = (path / SINGLE).read_bytes()
+        raw = (path / WEIGHTS).read_bytes()
         length = int.from_bytes(raw[:8], "little")
         header = json.loads(raw[8 : 8 + length])
         change(header)
         text = json.dumps(header).encode()
-        (path / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+        (path / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
 
     return damage
 
 
 def _oversized(path: Path) -> None:
-    (path / SINGLE).write_bytes((10**12).to_bytes(8, "little") + b"{}")
+    (path / WEIGHTS).write_bytes((10**12).to_bytes(8, "little") + b"{}")
 
 
 def _twice(path: Path) -> None:
     entry = '"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
     text = f"{{{entry},{entry}}}".encode()
-    (path / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text)
+    (path / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -135,7 +130,7 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
     damage(path)
     with pytest.raises(CheckpointError, match=message) as error:
         HuggingFaceFolder(path)
-    assert SINGLE in str(error.value)
+    assert WEIGHTS in str(error.value)
 
 
 INDEXES: dict[str, tuple[Any, str]] = {
@@ -145,7 +140,10 @@ INDEXES: dict[str, tuple[Any, str]] = {
         '{"weight_map": {"a.weight": "model-00000-of-00002.safetensors", "a.weight": "b"}}',
         "a name appears twice",
     ),
-    "an index in itself": ({"weight_map": {"a.weight": INDEX}}, "cannot be parsed|does not fit"),
+    "an index in itself": (
+        {"weight_map": {"a.weight": WEIGHTS_INDEX}},
+        "cannot be parsed|does not fit",
+    ),
     "deep": ("[" * 100_000, "is damaged"),
     "numbers": ({"weight_map": {"a.weight": 1}}, "no table of file names"),
     "a path": ({"weight_map": {"a.weight": "../model.safetensors"}}, "no plain file name"),
@@ -158,7 +156,7 @@ INDEXES: dict[str, tuple[Any, str]] = {
 def test_hostile_indexes_are_refused(tmp_path: Path, name: str) -> None:
     content, message = INDEXES[name]
     path = make(tmp_path / "folder")
-    (path / INDEX).write_text(content if isinstance(content, str) else json.dumps(content))
+    (path / WEIGHTS_INDEX).write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(CheckpointError, match=message):
         HuggingFaceFolder(path)
 
@@ -178,9 +176,9 @@ def test_files_that_never_end_and_links_in_circles_are_refused(tmp_path: Path) -
 
 def test_an_index_that_contradicts_the_files_is_refused(tmp_path: Path) -> None:
     path = make(tmp_path / "folder")
-    index = json.loads((path / INDEX).read_text())
+    index = json.loads((path / WEIGHTS_INDEX).read_text())
     del index["weight_map"]["c.scale"]
-    (path / INDEX).write_text(json.dumps(index))
+    (path / WEIGHTS_INDEX).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"c\.scale is in no file, and it is in model-"):
         HuggingFaceFolder(path)
 
@@ -205,7 +203,7 @@ def test_a_folder_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> No
 def test_a_file_that_is_empty_before_its_first_read_is_refused(tmp_path: Path) -> None:
     path = make(tmp_path / "folder", 1)
     folder = HuggingFaceFolder(path)
-    os.truncate(path / SINGLE, 0)
+    os.truncate(path / WEIGHTS, 0)
     with pytest.raises(CheckpointError, match="has changed while it was read"):
         folder.tensors["b.weight"].read()
 
@@ -224,13 +222,13 @@ def _pickled(path: Path, num_files: int) -> Path:
     """Write the tensors as pickles, several of them with an index."""
     path.mkdir()
     if num_files == 1:
-        torch.save(TENSORS, path / PICKLE)
+        torch.save(TENSORS, path / PICKLED_WEIGHTS)
         return path
     names = [f"pytorch_model-{index:05d}-of-{num_files:05d}.bin" for index in range(num_files)]
     weight_map = {name: names[index % num_files] for index, name in enumerate(TENSORS)}
     for file in names:
         torch.save({n: TENSORS[n] for n, f in weight_map.items() if f == file}, path / file)
-    (path / PICKLE_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (path / PICKLED_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return path
 
 
@@ -243,11 +241,11 @@ def test_pickles_are_mapped_and_written_as_safetensors(tmp_path: Path, num_files
     )
     assert folder.bytes_read == 16
     write_folder(tmp_path / "out", folder, folder.tensors)
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {SINGLE}
-    written = load_file(tmp_path / "out" / SINGLE)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {WEIGHTS}
+    written = load_file(tmp_path / "out" / WEIGHTS)
     assert written.keys() == TENSORS.keys()
     assert all(torch.equal(written[name], expected) for name, expected in TENSORS.items())
-    save_file({"other": torch.ones(2)}, path / SINGLE)
+    save_file({"other": torch.ones(2)}, path / WEIGHTS)
     assert list(HuggingFaceFolder(path).tensors) == ["other"]
 
 
@@ -273,9 +271,9 @@ def test_buffers_of_earlier_versions_are_left_out_with_a_line(
     file = max(path.glob("*.safetensors"))
     save_file({**load_file(file), **STALE}, file)
     if num_files > 1:
-        index = json.loads((path / INDEX).read_text())
+        index = json.loads((path / WEIGHTS_INDEX).read_text())
         index["weight_map"] |= dict.fromkeys(STALE, file.name)
-        (path / INDEX).write_text(json.dumps(index))
+        (path / WEIGHTS_INDEX).write_text(json.dumps(index))
     before = keep(HuggingFaceFolder(path), TENSORS, str(path), None)
     assert before.ignored.keys() == STALE.keys()
     with pytest.warns(UserWarning, match="2 buffers .* left out"):

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import warnings
 import zipfile
@@ -326,6 +327,35 @@ def test_without_an_iteration_there_is_no_state_of_adam(
     path = dense.rename(tmp_path / "moved")
     import_(str(path), str(tmp_path / "gpt"), like=str(checkpoints / "like-dense"))
     assert "since no iteration is in the name, as in iter_0001000" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_nemo_is_the_folder_inside_with_a_prefix(
+    dense: Path, checkpoints: Path, tmp_path: Path
+) -> None:
+    """The names that ``MegatronParallel.sharded_state_dict`` of NeMo 2.0 gives."""
+
+    def prefix(key: str) -> str:
+        state = re.match(r"(?:.*?optimizer\.state\.\w+\.)?", key)
+        assert state is not None
+        return f"{state.group()}module.{key[state.end() :]}"
+
+    def rename(table: Any) -> None:
+        entries = table.state_dict_metadata
+        table.state_dict_metadata = {prefix(key): entry for key, entry in entries.items()}
+        places = table.storage_data.items()
+        table.storage_data = {replace(k, fqn=prefix(k.fqn)): place for k, place in places}
+
+    expected = MegatronFolder(checkpoints / "dense")
+    _edit(rename)(dense)
+    (tmp_path / "nemo" / "context").mkdir(parents=True)
+    dense.rename(tmp_path / "nemo" / "weights")
+    found = MegatronFolder(tmp_path / "nemo")
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in found.tensors.items():
+        assert torch.equal(tensor.read(), expected.tensors[name].read()), name
+    target = tmp_path / "gpt"
+    import_(str(tmp_path / "nemo"), str(target), like=str(checkpoints / "like-dense"))
+    assert "state_dict.model.output_layer.weight" in open_checkpoint(target).tensors()
 
 
 def test_a_tensor_with_other_strides_is_read_by_its_values(dense: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -199,3 +200,37 @@ def test_a_conversation_that_begins_with_an_answer_says_so(tmp_path: Path) -> No
     write_rows(path, [{"messages": _chat("Yes")[1:]}])
     with pytest.raises(DataError, match=r"chats.jsonl:1: the conversation begins with an answer"):
         list(_encoder(_NO_ANSWER_FIRST).documents(read_rows(str(path))))
+
+
+def test_sets_of_datasets_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of save_to_disk, several splits in a folder, and a set of the Hub in the local
+    cache: without a network, as on a node of a cluster."""
+    datasets = pytest.importorskip("datasets")
+    answers = ["one", "two", "three"]
+    rows = [{"messages": _chat(answer), "extra": None} for answer in answers]
+    one, several, cache = (str(tmp_path / name) for name in ("one", "several", "cache"))
+    datasets.Dataset.from_list(rows).save_to_disk(one)
+    splits = {"train": rows, "test": rows[:1]}
+    datasets.DatasetDict(
+        {split: datasets.Dataset.from_list(own) for split, own in splits.items()}
+    ).save_to_disk(several)
+    # As load_dataset leaves a set of the Hub that it has downloaded.
+    lines = tmp_path / "rows.jsonl"
+    write_rows(lines, rows)
+    datasets.load_dataset("json", data_files={"train": str(lines)}, cache_dir=cache)
+    [arrow] = (tmp_path / "cache" / "json").rglob("*.arrow")
+    version = tmp_path / "cache" / "org___chats" / "default" / "0.0.0" / arrow.parent.name
+    shutil.copytree(arrow.parent, version)
+    (version / arrow.name).rename(version / "chats-train.arrow")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+    documents = DocumentCache(str(tmp_path / "tokens"), split="train", subset=None)
+    for path in (one, several, "org/chats"):
+        documents.look_up(path)
+        found, _ = documents.documents(path, _encoder())
+        assert all(word in text for word, text in zip(answers, _texts(found), strict=True))
+    with pytest.raises(DataError, match=r"has the splits \['test', 'train'\]. Set split to one"):
+        sources.load_dataset(several, split="validation", subset=None)
+    with pytest.raises(DataError, match=r"org/others is neither a file nor a data set"):
+        sources.load_dataset("org/others", split="train", subset=None)

@@ -178,8 +178,10 @@ def test_16384_ranks_take_less_than_2_s_and_no_torch() -> None:
         ({f"{STRATEGY}recompute": "full"}, ["strategy.recompute is 'full', which is no group"]),
         ({f"{STRATEGY}pipeline_options": 5}, ["strategy.pipeline_options is 5, which holds no"]),
         ({f"{STRATEGY}compile": "model"}, ["compile is 'model', which is unknown"]),
-        ({f"{STRATEGY}fused_loss": "maybe", f"{CONFIG}moe": {"num_experts": 8, "topk": 2}},
+        ({f"{STRATEGY}fused_loss": "maybe", f"{CONFIG}moe": {"num_experts": 8, "topk": 2},
+          f"{STRATEGY}guards": "of"},
          ["trainer.strategy.fused_loss is 'maybe', which is no bool.",
+          "mode of guards is 'of', which is unknown. Set it to one of refuse, warn, ignore",
           "model.config.moe has no option 'topk'"]),
         ({f"{STRATEGY}compile": "block", f"{STRATEGY}compile_options": {"mod": 1}},
          ["no option 'mod'. Did you mean 'mode'?"]),
@@ -219,6 +221,24 @@ def test_a_file_that_cannot_be_read_is_an_error(
     with pytest.raises(SystemExit):
         main(["plan", f"--config={path}"])
     assert capsys.readouterr().out.startswith("error: --config ")
+
+
+@pytest.mark.parametrize(
+    ("guards", "message"),
+    [
+        ("warn", ""),
+        ({"mode": "ignore"}, ""),
+        ({"mod": "warn"}, "strategy.guards has no option 'mod'"),
+    ],
+)
+def test_a_group_may_be_a_word(
+    guards: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = changed(tmp_path, **{f"{STRATEGY}guards": guards})
+    if message:
+        assert message in wrong(path, capsys)[0]
+    else:
+        assert plan(capsys, f"--config={path}")["errors"] == []
 
 
 def test_numbers_with_exponents_and_short_strategies(
