@@ -44,6 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+class Encoder(energon.DefaultTaskEncoder):  # type: ignore[misc]
+    """Returns batches of tensors. Energon's own hold frozen records, which Lightning refuses."""
+
+    def encode_batch(self, batch: Any) -> dict[str, Tensor]:
+        return {"number": torch.tensor([int(text) for text in batch.text])}
+
+
 class Numbers(pl.LightningModule):
     """Fits a line through numbers, and collects them."""
 
@@ -54,8 +61,8 @@ class Numbers(pl.LightningModule):
         self.numbers: list[list[int]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.numbers.append([int(text) for text in batch.text])
-        x = torch.tensor(self.numbers[-1], dtype=torch.float32, device=self.device)[:, None]
+        self.numbers.append(batch["number"].tolist())
+        x = batch["number"].float()[:, None]
         loss: Tensor = (self.line(x / 48) - x).square().mean()
         return loss
 
@@ -68,8 +75,8 @@ class Numbers(pl.LightningModule):
             rank=share["rank"], world_size=share["num_replicas"], num_workers=0
         )
         dataset = energon.get_train_dataset(
-            self.folder, worker_config=config, batch_size=BATCH, shuffle_buffer_size=8,
-            max_samples_per_sequence=None, virtual_epoch_length=STEPS,
+            self.folder, worker_config=config, batch_size=BATCH, shuffle_buffer_size=None,
+            max_samples_per_sequence=None, virtual_epoch_length=STEPS, task_encoder=Encoder(),
         )  # fmt: skip
         return energon.get_savable_loader(dataset)
 
