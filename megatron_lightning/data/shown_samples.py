@@ -11,6 +11,7 @@ from megatron_lightning.data.indexed.remote import written_path
 from megatron_lightning.data.masked.masked_data import MaskedData
 from megatron_lightning.data.pretraining.indexed_data import IndexedData
 from megatron_lightning.data.pretraining.pretrain_data import PretrainData
+from megatron_lightning.data.rows.cut_rows import FULL
 from megatron_lightning.data.rows.finetune_data import FinetuneData
 from megatron_lightning.data.rows.preference_rows import SIDES
 from megatron_lightning.data.rows.row_view import (
@@ -56,7 +57,7 @@ def _show_conversations(console: Any, data: FinetuneData, samples: int) -> None:
     rows = data.train_dataset()
     order = list(data.row_order())
     for number, row in enumerate(order[:samples]):
-        arrays = {name: tensor.numpy() for name, tensor in rows[row].items()}
+        arrays = {name: value.numpy() for name, value in rows[row].items() if name != FULL}
         for name, sample in _samples(arrays).items():
             note = f"row {number + 1} of {len(order)}{name}: {sample_note(sample)}"
             console.rule(note, align="left")

@@ -203,14 +203,17 @@ class Encoder:
 
     def _broken_rows(self) -> DataError:
         """Return the error of all broken rows."""
-        broken, way_out = self.counts[BROKEN], "Set bad_rows=skip to train without"
+        broken, rows = self.counts[BROKEN], self.counts["rows"]
+        is_all = broken == rows
+        way_out = "No other row is left" if is_all else "Set bad_rows=skip to train without"
         if broken == 1:
-            return DataError(f"{str(self._broken[0]).rstrip('.')}. {way_out} this row.")
+            first = str(self._broken[0]).rstrip(".")
+            return DataError(f"{first}. {way_out}." if is_all else f"{first}. {way_out} this row.")
         more = broken - len(self._broken)
         lines = [str(error) for error in self._broken] + ([f"and {more:,} more."] if more else [])
         return DataError(
-            f"{broken:,} of {self.counts['rows']:,} rows cannot be used. {way_out} them, or mend "
-            "them:\n  " + "\n  ".join(lines)
+            f"{broken:,} of {rows:,} rows cannot be used. {way_out}"
+            f"{'' if is_all else ' them, or mend them'}:\n  " + "\n  ".join(lines)
         )
 
     def _pieces(self, row: Row) -> Iterator[Rendered | Tokens]:

@@ -276,7 +276,9 @@ class ChatTemplate:
                 return self._rendered(template, chat, messages, prompt)
             except TypeError:  # a few templates add the arguments of calls to text
                 return self._rendered(template, chat, _with_text_arguments(messages), prompt)
-        except (TemplateError, TypeError, KeyError, ValueError, IndexError) as error:
+        except (
+            TemplateError, TypeError, KeyError, ValueError, IndexError, ArithmeticError,
+        ) as error:  # fmt: skip
             said = f"({type(error).__name__}: {error})"
             if _begins_with_answer(messages):
                 raise DataError(

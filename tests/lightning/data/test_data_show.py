@@ -60,6 +60,8 @@ def test_rows_are_shown_without_a_trainer(
     assert "document 2" in shown
     assert "the sky<|im_end|>" in shown
     assert "2 documents, " in shown
+    main(["data", "show", "--config", config, "--data.sequence_length=128"])  # rows that are cut
+    assert "row 2 of 2: 128 positions, " in capsys.readouterr().out
     for wrong, message in (
         (["--samples=0"], "samples=0: set it to 1 or more"),
         (["--data.packing=all"], "packing"),

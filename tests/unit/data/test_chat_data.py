@@ -420,6 +420,9 @@ def test_a_template_that_refuses_is_named(tmp_path: Path) -> None:
     rows = [{"messages": TWO}, {"messages": [turn("system", "a"), *TWO]}]
     with pytest.raises(DataError, match=r"rows.jsonl:2: .*only user and assistant"):
         _rows(_module(tmp_path, rows, tokenizer))
+    with pytest.raises(DataError, match=r"rows.jsonl:1: .*OverflowError: Range too big"):
+        endless = "{% for one in range(1000000) %}x{% endfor %}"
+        _rows(_module(tmp_path, rows[:1], tokenizer, chat_template=endless))
     with pytest.raises(ConfigError, match="is no Jinja template"):
         ChatTemplate("{% if %}", {})
     with pytest.raises(ConfigError, match="neither a file nor a Jinja template"):

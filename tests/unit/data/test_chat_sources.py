@@ -163,7 +163,7 @@ def test_broken_entries_of_lists_and_tables_are_left_out(tmp_path: Path) -> None
         assert len(list(encoder.documents(read_rows(str(tmp_path / name))))) == 2
         assert encoder.counts["rows left out as broken"] == 1
     (tmp_path / "c.jsonl").write_text('{\n "text": "a"\n}\n')
-    with pytest.raises(DataError, match="3 of 3 rows cannot be used"):
+    with pytest.raises(DataError, match=r"3 of 3 rows cannot be used. No other row is left"):
         list(_encoder(bad_rows="skip").documents(read_rows(str(tmp_path / "c.jsonl"))))
 
 
