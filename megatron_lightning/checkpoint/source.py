@@ -37,7 +37,7 @@ from megatron_lightning.checkpoint.format.storage import (
 )
 from megatron_lightning.checkpoint.format.structure import check_structure
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
-from megatron_lightning.file_names import MANIFEST
+from megatron_lightning.file_names import ADAPTER_CONFIG, CONFIG, MANIFEST
 from megatron_lightning.parallel.grid.context import ALONE, AxisGroup
 from megatron_lightning.parallel.shards.spec import Shard
 
@@ -248,8 +248,8 @@ def open_checkpoint(
 def _no_manifest(path: str | os.PathLike[str], names: Collection[str]) -> CheckpointError:
     """Return the error of a folder that is no complete checkpoint."""
     for file, kind, command in (
-        ("adapter_config.json", "a folder of peft", "adapters import"),
-        ("config.json", "a Hugging Face folder", "convert import"),
+        (ADAPTER_CONFIG, "a folder of peft", "adapters import"),
+        (CONFIG, "a Hugging Face folder", "convert import"),
     ):
         if file in names:
             return CheckpointError(
