@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_lightning.file_names import CONFIG, TOKENIZER_CONFIG
 from megatron_lightning.optional import require
-
-_CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 
 
 def auto_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
@@ -34,8 +33,8 @@ def _configuration(folder: Path) -> dict[str, Any]:
     attention kernels of ``transformers`` and torch's compiler.
     """
     try:
-        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-        settings = json.loads((folder / _TOKENIZER_CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        settings = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
         has_code = "auto_map" in config or "auto_map" in settings
         if has_code or not settings.get("tokenizer_class"):
             return {}
