@@ -460,8 +460,9 @@ class SavesBeside(ModelCheckpoint):
     def _ModelCheckpoint__resolve_ckpt_dir(self, trainer: pl.Trainer) -> str:
         """Return the folder. Called by ``setup``, and in the search for "last" before ``setup``."""
         for other in () if self.dirpath is not None else trainer.checkpoint_callbacks:
-            is_own = isinstance(other, SavesBeside) or not isinstance(other, ModelCheckpoint)
-            if not is_own and other.dirpath is not None and self._takes(str(other.dirpath)):
+            if not isinstance(other, ModelCheckpoint) or isinstance(other, SavesBeside):
+                continue
+            if other.dirpath is not None and self._takes(str(other.dirpath)):
                 return str(other.dirpath)
         return str(super()._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[misc]
 

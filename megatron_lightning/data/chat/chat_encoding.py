@@ -101,7 +101,7 @@ def _check_characters(piece: Rendered | Tokens) -> None:
         if isinstance(piece, Rendered):
             piece.text.encode()
     except UnicodeEncodeError as error:
-        half = ord(piece.text[error.start])
+        half = ord(error.object[error.start])
         raise DataError(
             f"{piece.where}: the text has half of a character (U+{half:04X}), for instance of an "
             "emoji cut in two, which tokenizers do not take; write the character in full, or "
