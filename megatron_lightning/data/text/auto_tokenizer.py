@@ -40,6 +40,7 @@ def _configuration(folder: Path) -> dict[str, Any]:
             return {}
     except (OSError, ValueError, TypeError, AttributeError):  # transformers says what is wrong
         return {}
+    require("transformers", "a tokenizer of a folder")
     from transformers import PreTrainedConfig
 
     generic: Any = PreTrainedConfig()
