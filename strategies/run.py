@@ -19,7 +19,6 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.optim import Optimizer
 
-from megatron_lightning.assembly.drawn_values import DrawnValues
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_trained_replicas
 from megatron_lightning.assembly.state.full_state import FullState
@@ -27,6 +26,7 @@ from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.assembly.state.saving_guard import SavingGuard
 from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.guards.part_saving import PartSaving
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.step.run_context import RunContext
@@ -107,13 +107,13 @@ class Run:
         """
         self._until_setup = self.undo.enter_context(ExitStack())
         self._injects_samplers = True
-        self._draws = DrawnValues()
+        self._notes: dict[str, object] = {}  # of guards
         # A second run of the same module (fit, then test) takes over its part, its optimizers and
         # its communicators.
         earlier_module: PartitionedModule | None = None
         if previous is not None and previous.module is module:
             earlier_module = previous._partitioned
-            self._draws = previous._draws.of_next_run()
+            self._notes = previous._notes
         self._partitioned: PartitionedModule = PartitionedModule(
             module, ranks.context, options, self.undo, layer_sync=layer_sync, earlier=earlier_module
         )
@@ -246,14 +246,15 @@ class Run:
         """Run batches from now on: by Lightning's own steps, or as pipeline runs."""
         if self.part.units is not None:
             self.part.units.stored.encode()
-        if self.part.units is not None or self._options.layout.model_parallel_size > 1:
-            SavingGuard.attach(self._partitioned.state(), PartWarning())
         scope, training = self._scope(precision), self._training if self._fits else None
+        if self.part.units is not None or self._options.layout.model_parallel_size > 1:
+            judge = PartSaving.judge_of(scope)
+            refuse = None if judge is None else judge.refuse
+            SavingGuard.attach(self._partitioned.state(), PartWarning(judge), refuse)
         if self._options.is_native:
             self._steps = NativeStepRunner(scope, training)
         else:
             self._steps = PipelinedStepRunner(scope, training, self.executor)
-        self._record_equal()
 
     def _scope(self, precision: Precision) -> RunContext:
         return RunContext(
@@ -263,6 +264,7 @@ class Run:
             options=self._options,
             progress=self._progress,
             precision=precision,
+            notes=self._notes,
             undo=self.undo,
         )
 
@@ -364,21 +366,11 @@ class Run:
         if self._training is not None:
             self._training.accumulation.written.expect()
 
-    def check_draws(self) -> None:
-        """Check that no hook drew the same numbers into different shards, or layers of different
-        stages. A collective.
-        """
-        self._draws.check(self.module, self.part, self._ranks.context)
-
-    def accept_equal_shards(self) -> None:
-        """Accept shards, and layers of stages, made equal by a checkpoint. A collective."""
-        self._draws.forget()
+    def follow_load(self) -> None:
+        """Let guards follow weights loaded from a checkpoint. A collective."""
+        self._notes.clear()
         if self._steps is not None:
-            self._record_equal()
-
-    def _record_equal(self) -> None:
-        if self._training is not None:
-            self._draws.record(self.module, self.part, self._ranks.context)
+            self._steps.participants.loaded()
 
     def interrupted_at(self) -> ResumePoint | None:
         """Return the last update before an exception. None: there was no exception behind it."""

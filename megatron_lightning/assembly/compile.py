@@ -179,3 +179,15 @@ def _blocks(pipelined: nn.Module, units: Sequence[str]) -> Iterator[str]:
         repeated = is_layer(name) or kinds[type(child)] > 1
         if repeated and child._modules and not isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield name
+
+
+def uncompiled(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the submodules outside of compiled modules, since a new hook would compile a module
+    again.
+    """
+    compiled: list[str] = []
+    for path, child in module.named_modules():
+        if is_compiled(child):
+            compiled.append(f"{path}." if path else "")
+        elif not any(f"{path}.".startswith(outer) for outer in compiled):
+            yield path, child

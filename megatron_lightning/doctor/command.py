@@ -151,6 +151,9 @@ def _folder_text(folder: Mapping[str, Any]) -> Iterator[str]:
         f"  {folder['folder']}: {folder['type'] or 'unknown type'}, {folder['free'] / _GIB:.1f} of "
         f"{folder['total'] / _GIB:.1f} GiB free, {writing}"
     )
+    if folder["findings"]:
+        counts = ", ".join(f"{name} ({n})" for name, n in sorted(folder["findings"].items()))
+        yield f"  guards fired before the newest checkpoint: {counts} (docs/differences.md)"
     if folder["checkpoint"] is not None:
         enough = "fit" if folder["fits"] else "DO NOT FIT: keep fewer, or use another folder"
         yield (

@@ -9,6 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_lightning.checkpoint import open_checkpoint
+from megatron_lightning.checkpoint.format.naming import OWN
+from megatron_lightning.checkpoint.listing import list_checkpoints
+from megatron_lightning.errors import CheckpointError
 from megatron_lightning.planning.ledger.precision_bytes import precision_of
 from megatron_lightning.planning.planned_run import MeasuredRecipe, Recipe
 
@@ -48,7 +52,20 @@ def look_at(
         "copies": copies,
         "wanted": all_bytes,
         "fits": all_bytes is None or all_bytes <= usage.free,
+        "findings": _findings(folder),
     }
+
+
+def _findings(folder: str | os.PathLike[str]) -> dict[str, int]:
+    """Return the findings of guards by name, up to the newest checkpoint in a folder. Empty: none,
+    or no readable checkpoint.
+    """
+    try:
+        newest = list_checkpoints(folder)[-1:]
+        states = [open_checkpoint(checkpoint.path).state().get(OWN) or {} for checkpoint in newest]
+    except (CheckpointError, OSError):
+        return {}
+    return dict(states[0].get("guards", {})) if states else {}
 
 
 def _type_of(path: Path) -> str | None:

@@ -56,6 +56,11 @@ class Guard(StepParticipant):
         return cls.__module__.rpartition(".")[2]
 
     @classmethod
+    def judge_of(cls, scope: RunContext) -> Judge | None:
+        """Return the judge of a guard whose facts come from elsewhere. None: the guard is off."""
+        return cls(scope).judge if cls.is_on(scope.options.guards) else None
+
+    @classmethod
     def is_on(cls, options: GuardOptions) -> bool:
         """Return whether the options leave the guard on. Equal on all ranks."""
         return cls.title() not in options.ignore and (options.mode != "ignore" or not cls.may_warn)

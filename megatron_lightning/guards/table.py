@@ -5,24 +5,44 @@ name in ``config.training.GUARDS``.
 from __future__ import annotations
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.guards.gradients.left_gradients import LeftGradients
+from megatron_lightning.guards.gradients.sharded_gradients import ShardedGradients
+from megatron_lightning.guards.gradients.zero_grad import ZeroGrad
 from megatron_lightning.guards.guard import Fit, Guard
-from megatron_lightning.guards.hook_draws import HookDraws
-from megatron_lightning.guards.module_hooks import ModuleHooks
-from megatron_lightning.guards.rank_agreement import RankAgreement
-from megatron_lightning.guards.same_batches import SameBatches
-from megatron_lightning.guards.step_hints import StepHints
-from megatron_lightning.guards.trained_parameters import TrainedParameters
-from megatron_lightning.guards.world_collectives import WorldCollectives
+from megatron_lightning.guards.hooks.averages import Averages
+from megatron_lightning.guards.hooks.equal_draws import EqualDraws
+from megatron_lightning.guards.hooks.hook_draws import HookDraws
+from megatron_lightning.guards.hooks.module_hooks import ModuleHooks
+from megatron_lightning.guards.hooks.rank_agreement import RankAgreement
+from megatron_lightning.guards.hooks.shard_writes import ShardWrites
+from megatron_lightning.guards.part_saving import PartSaving
+from megatron_lightning.guards.steps.fsdp_shards import FsdpShards
+from megatron_lightning.guards.steps.same_batches import SameBatches
+from megatron_lightning.guards.steps.sequence_positions import SequencePositions
+from megatron_lightning.guards.steps.sharding_plan import ShardingPlanValues
+from megatron_lightning.guards.steps.step_hints import StepHints
+from megatron_lightning.guards.steps.trained_parameters import TrainedParameters
+from megatron_lightning.guards.steps.world_collectives import WorldCollectives
 from megatron_lightning.step.run_context import RunContext
 
 TABLE: tuple[type[Guard], ...] = (
+    EqualDraws,
+    ShardWrites,
+    Averages,
+    FsdpShards,
     SameBatches,
     WorldCollectives,
     RankAgreement,
     StepHints,
     ModuleHooks,
     HookDraws,
+    ShardingPlanValues,
+    SequencePositions,
+    ShardedGradients,
+    LeftGradients,
+    ZeroGrad,
     TrainedParameters,
+    PartSaving,
 )
 
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import LightningOptimizer
 
 
 def override(module: Any, name: str, replacement: Callable[..., Any], undo: ExitStack) -> None:
@@ -62,6 +63,11 @@ class _Replaced:
 
 def _same(method: Any) -> Any:
     return method
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the user's optimizer inside of Lightning's wrapper."""
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def users_hooks(module: pl.LightningModule, name: str) -> list[str]:

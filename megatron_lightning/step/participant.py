@@ -3,6 +3,7 @@
 A step knows no concern by name. The step works through an ordered list (``participants.py``), so a
 new concern is a file and a line in the list. A participant overrides methods as needed:
 
+    hooks_ran(batch)                       before repairs of what hooks have written
     begin_batch(batch)                     before the user's step, on all ranks
       begin(run)                           before a run of the step on the micro-batches
         around(run)                        all forwards, under a pipeline also all backwards
@@ -17,6 +18,15 @@ new concern is a file and a line in the list. A participant overrides methods as
     before_update() -> bool                gradients are reduced: may the optimizer step?
     after_update(stepped)
     end_training()                         after the last batch of a fit
+
+Windows onto user code, for guards (``guards/``), form a closed list:
+
+    user_code(where, number)               around a hook of the module or of a callback
+    collective(name)                       user code asks the strategy for a collective
+    backward_begins(...)                   gradients of a batch begin
+    gradients_ready()                      gradients are complete, until the optimizer step
+    step_begins(opt), step_ends(opt)       around an optimizer step
+    loaded()                               a checkpoint was loaded
 
 With manual optimization updates happen inside of the step. Explicit steps have several runs in a
 batch.
@@ -73,6 +83,11 @@ class StepParticipant:
     """
     observer: Observer | None = None
     """Observer of the actions in a training pipeline run."""
+
+    def hooks_ran(self, batch: StepBatch) -> None:
+        """Look at what hooks have left before a batch, and before repairs. All ranks call this
+        together.
+        """
 
     def begin_batch(self, batch: StepBatch) -> None:
         """Begin a batch. All ranks call this together."""
@@ -149,6 +164,23 @@ class StepParticipant:
     def collective(self, name: str) -> None:
         """Take note of a collective of all ranks that user code has asked the strategy for."""
 
+    def backward_begins(self, *, clear: bool, keep_earlier: bool) -> None:
+        """Take note that gradients of a batch begin. Arguments as those of
+        :meth:`GradientAccumulation.begin_run`.
+        """
+
+    def gradients_ready(self) -> None:
+        """Take note of complete gradients. User code runs until the optimizer step."""
+
+    def step_begins(self, optimizer: Any) -> None:
+        """Take note of a call of an optimizer's step."""
+
+    def step_ends(self, optimizer: Any) -> None:
+        """Take note of the end of an optimizer's step, or of a skipped step."""
+
+    def loaded(self) -> None:
+        """Take note of weights loaded from a checkpoint. A collective."""
+
     def follow_parameters(self) -> None:
         """Take note of newly trainable parameters, or of changed parameter groups."""
 
@@ -199,6 +231,8 @@ class Participants:
 
     def begin_batch(self, batch: StepBatch) -> None:
         """See :meth:`StepParticipant.begin_batch`, as for all methods."""
+        for participant in self._overriding["hooks_ran"]:
+            participant.hooks_ran(batch)
         for participant in self._overriding["begin_batch"]:
             participant.begin_batch(batch)
 
@@ -301,6 +335,31 @@ class Participants:
         """Follow a collective."""
         for participant in self._overriding["collective"]:
             participant.collective(name)
+
+    def backward_begins(self, *, clear: bool, keep_earlier: bool) -> None:
+        """Follow the beginning of gradients."""
+        for participant in self._overriding["backward_begins"]:
+            participant.backward_begins(clear=clear, keep_earlier=keep_earlier)
+
+    def gradients_ready(self) -> None:
+        """Follow complete gradients."""
+        for participant in self._overriding["gradients_ready"]:
+            participant.gradients_ready()
+
+    def step_begins(self, optimizer: Any) -> None:
+        """Follow an optimizer."""
+        for participant in self._overriding["step_begins"]:
+            participant.step_begins(optimizer)
+
+    def step_ends(self, optimizer: Any) -> None:
+        """Follow an optimizer."""
+        for participant in self._overriding["step_ends"]:
+            participant.step_ends(optimizer)
+
+    def loaded(self) -> None:
+        """Follow a load."""
+        for participant in self._overriding["loaded"]:
+            participant.loaded()
 
     def follow_parameters(self) -> None:
         """Follow other parameters."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
@@ -33,5 +33,7 @@ class RunContext:
     """Counts of the strategy."""
     precision: Precision
     """Lightning's precision plugin."""
+    notes: dict[str, object] = field(default_factory=dict)
+    """Notes of guards about the module, over its runs. A loaded checkpoint clears them."""
     undo: ExitStack
     """Restores replaced attributes of foreign objects at teardown."""

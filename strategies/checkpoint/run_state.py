@@ -141,6 +141,8 @@ class RunState:
             "loaders": {replica: loader for replica, _, loader, _ in data if loader},
             "layer_streams": {k: v for rank in ranks for k, v in rank["layers"].items()},
         }
+        if self._progress.fired:
+            state["guards"] = dict(self._progress.fired)
         if "loops" in checkpoint:  # a hook may have removed them
             loops = {**checkpoint["loops"], "fit_loop": point.loops}
             checkpoint = {**checkpoint, "epoch": point.epoch, "loops": loops}
@@ -161,6 +163,8 @@ class RunState:
         check_progress(state)
         self._progress.consumed_samples = state["consumed_samples"]
         self._progress.skipped_steps = state.get("skipped_steps", 0)
+        for guard, count in state.get("guards", {}).items():
+            self._progress.fired[guard] = self._progress.fired.get(guard, 0) + count
         self.step_size = state.get("step_size")
         loops = checkpoint.get("loops", {}).get("fit_loop", {})  # absent: the user counts anew
         self._positions = state["samplers"]

@@ -15,12 +15,12 @@ from typing_extensions import override
 
 from megatron_lightning.checkpoint.requeue import committed_requeue
 from megatron_lightning.checkpoint.saver import SaveReport
+from megatron_lightning.step.overrides import unwrapped
 from megatron_lightning.strategies.checkpoint.io import ShardedCheckpointIO, complete_io, users_io
 from megatron_lightning.strategies.checkpoint.optimizers import OptimizerHandle
 from megatron_lightning.strategies.checks.plugins import check_storage_options
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
 from megatron_lightning.strategies.outputs.after_fit import called_by_all, path_of
-from megatron_lightning.strategies.step.gradients.manual import unwrapped
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.outputs.weight_stream import WeightStream
@@ -160,7 +160,7 @@ class CheckpointHooks(RankHooks):
             return
         self.run.assemble()
         self.run.checkpoints.load_model(checkpoint, self.part, strict=strict)
-        self.run.accept_equal_shards()
+        self.run.follow_load()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from megatron_lightning.resilience.desync import BATCH, END_OF_TRAINING, VALIDATION
+from megatron_lightning.step.overrides import unwrapped
 from megatron_lightning.strategies.checkpoint.global_batch import keep_global_batch
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
-from megatron_lightning.strategies.step.gradients.manual import unwrapped
 from megatron_lightning.strategies.step.rerun import RerunResult
 
 if TYPE_CHECKING:
@@ -135,8 +135,6 @@ class StepHooks(RankHooks):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         epoch = self.module.trainer.current_epoch
         self.ranks.course.mark(f"{BATCH} {batch_idx} of epoch {epoch}")
-        if batch_idx == 0 or self._running.training.accumulation.written.is_due:
-            self._running.check_draws()
         self._running.clock.agree(self.module.trainer)
         self.starts.beat(self.module.trainer)
 

@@ -8,35 +8,39 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from megatron_lightning.assembly.state.full_state import FullState
 from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.resilience.failure_watch import is_lost_connection
+from megatron_lightning.step.judge import Judge
 from megatron_lightning.strategies.lightning_internals import saves_or_loads
 
 
 class PartWarning:
-    """Warning about ``state_dict()`` of a part, given once."""
+    """Warning about ``state_dict()`` of a part, given once.
 
-    def __init__(self) -> None:
+    Args:
+        judge: Gives the warning. None: the user has passed the guard.
+    """
+
+    def __init__(self, judge: Judge | None) -> None:
+        self._judge = judge
         self._given = False
 
     def __call__(self, path: str) -> None:
         """Warn, unless a checkpoint is made or this package asks."""
-        if self._given or saves_or_loads():
+        if self._judge is None or self._given or saves_or_loads():
             return
         self._given = True
         place = f"module.{path}" if path else "module"
         argument = place if path else ""
-        rank_zero_warn(
+        self._judge.warn(
             f"{place}.state_dict() has the part of the model that this rank holds. To save the "
             f"model, write on every rank: state = trainer.strategy.full_state_dict({argument}), "
             "which is full on rank 0 and empty on the others; then, if trainer.is_global_zero: "
-            "torch.save(state, path).",
-            stacklevel=2,
+            "torch.save(state, path)."
         )
 
 

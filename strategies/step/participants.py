@@ -12,15 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_lightning.assembly.buffers.buffer_broadcast import BufferSync
-from megatron_lightning.assembly.plan_watch import PlanWatch
 from megatron_lightning.guards.guard import Guard
 from megatron_lightning.pipeline.batch.metrics import MetricSync
 from megatron_lightning.step.participant import StepParticipant
 from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.strategies.step.checks.explanations import Explanations
-from megatron_lightning.strategies.step.checks.hook_logs import HookLogs
-from megatron_lightning.strategies.step.checks.plan_comparison import PlanComparison
-from megatron_lightning.strategies.step.checks.unit_shards import UnitShards
 from megatron_lightning.strategies.step.checks.written_weights import WrittenWeights
 from megatron_lightning.strategies.step.forward_times import ForwardTimes, step_watches
 from megatron_lightning.strategies.step.gradients.expert_updates import ExpertUpdates
@@ -66,17 +62,13 @@ def step_participants(
         training: Gradients and optimizer steps. None: the run does not fit.
     """
     partition, options = scope.part.partition, scope.options
-    watch = None if training is None else _plan_watch(scope)
     # Enclosing concerns come first: buffers and weights are settled before anything reads them.
     yield BufferValues(parts.buffers, at_end=not options.is_native)
-    if training is not None and watch is not None:
-        yield WrittenWeights(scope, training.accumulation, training.optimizers, watch)
+    if training is not None:
+        yield WrittenWeights(training.accumulation)
     yield MetricStates(parts.metrics)
-    if scope.part.units is not None:
-        yield UnitShards()
-    yield Explanations(scope)
-    # Guards judge the batch, then hooks, then complete values and gradients.
     yield from parts.guards
+    yield Explanations(scope)
     if training is not None:
         yield ConsumedSamples(scope, training.schedules)
         yield parts.inputs
@@ -93,21 +85,11 @@ def step_participants(
     if not options.is_native:
         yield StepLogs(scope)
     yield StepReports(scope)
-    if training is not None and scope.context.layout.replica_size > 1:
-        yield HookLogs(scope)
     if options.is_native and (watches := step_watches(scope.module.trainer)):
         yield ForwardTimes(watches)
-    if training is not None and watch is not None:
-        yield PlanComparison(watch)
+    if training is not None:
         if options.non_finite != "ignore":
             yield FiniteCheck(scope, options.non_finite, training.loss_scaling)
         if judges := update_judges(scope.module.trainer):
             yield UpdateJudges(scope, training, judges)
         yield ExpertUpdates(scope)
-
-
-def _plan_watch(scope: RunContext) -> PlanWatch:
-    """Return the detector of faults in a sharding plan, for the first steps."""
-    watch = PlanWatch(scope.module, scope.part, scope.context)
-    scope.undo.callback(watch.detach)
-    return watch

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -19,18 +19,24 @@ _EXPORTS = ("to_onnx", "to_torchscript", "to_tensorrt")
 """Methods of a LightningModule."""
 
 
+Warn: TypeAlias = "Callable[[str], None]"
+Refuse: TypeAlias = "Callable[[ShardingError], None]"
+
+
 class SavingGuard:
     """Guard of a module's part. Deep copies share the guard.
 
     Args:
         warn: Called with the path of a module when user code asks for the module's ``state_dict``.
+        refuse: Called with the error of an export. None: parts are exported as parts.
     """
 
-    def __init__(self, warn: Callable[[str], None] | None = None) -> None:
+    def __init__(self, warn: Warn | None = None, refuse: Refuse | None = None) -> None:
         self.warn = warn
+        self.refuse = refuse
 
     @classmethod
-    def attach(cls, state: ModuleState, warn: Callable[[str], None]) -> None:
+    def attach(cls, state: ModuleState, warn: Warn, refuse: Refuse | None) -> None:
         """Guard the modules with a part on this rank, for the modules' lives."""
         modules = dict(state.module.named_modules())
         for path in _partial_paths(state):
@@ -39,14 +45,14 @@ class SavingGuard:
                 continue
             attached = vars(module).get(_MARK)
             if attached is not None:
-                attached.warn = warn
+                attached.warn, attached.refuse = warn, refuse
                 continue
-            guard = vars(module)[_MARK] = cls(warn)
+            guard = vars(module)[_MARK] = cls(warn, refuse)
             module.register_state_dict_pre_hook(partial(guard.asked, path))  # type: ignore[no-untyped-call]
             if callable(getattr(module, "save_pretrained", None)):
-                vars(module)["save_pretrained"] = PartSaving(module, path)
+                vars(module)["save_pretrained"] = PartSaving(module, path, guard)
             for name in _EXPORTS if module is state.module else ():
-                vars(module)[name] = PartExport(type(module).__name__, name)
+                vars(module)[name] = PartExport(module, name, guard)
 
     def asked(self, path: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Warn about a state dict of ``module``, unless the state dict of a parent calls for the
@@ -68,11 +74,13 @@ class PartSaving:
     Args:
         module: The module.
         path: Path of the module, for messages.
+        guard: The module's.
     """
 
-    def __init__(self, module: nn.Module, path: str) -> None:
+    def __init__(self, module: nn.Module, path: str, guard: SavingGuard) -> None:
         self._module = module
         self._path = path
+        self._guard = guard
 
     def __call__(self, save_directory: Any = "folder", *args: Any, **kwargs: Any) -> Any:
         """Save a full state. Ranks with an empty state do nothing.
@@ -81,15 +89,17 @@ class PartSaving:
             ShardingError: Without ``state_dict``.
         """
         state = kwargs.get("state_dict", args[1] if len(args) > 1 else None)
-        if state is None:
+        if state is None and self._guard.refuse is not None:
             place = f"module.{self._path}" if self._path else "module"
-            raise ShardingError(
-                f"{type(self._module).__name__}.save_pretrained would write the part of the model "
-                f"that this rank holds. Write, on every rank: {place}.save_pretrained("
-                f"{str(save_directory)!r}, "
-                f"state_dict=trainer.strategy.full_state_dict({place}))."
+            self._guard.refuse(
+                ShardingError(
+                    f"{type(self._module).__name__}.save_pretrained would write the part of the "
+                    "model that this rank holds. Write, on every rank: "
+                    f"{place}.save_pretrained({str(save_directory)!r}, "
+                    f"state_dict=trainer.strategy.full_state_dict({place}))."
+                )
             )
-        if not state:
+        if state is not None and not state:
             return None
         kind: Any = type(self._module)
         return kind.save_pretrained(self._module, save_directory, *args, **kwargs)
@@ -99,27 +109,36 @@ class PartExport:
     """An export of a LightningModule with a part on this rank.
 
     Args:
-        kind: Class of the module, for the message.
+        module: The module.
         method: Name of the export.
+        guard: The module's.
     """
 
-    def __init__(self, kind: str, method: str) -> None:
-        self._kind = kind
+    def __init__(self, module: nn.Module, method: str, guard: SavingGuard) -> None:
+        self._module = module
         self._method = method
+        self._guard = guard
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse.
 
         Raises:
-            ShardingError: Always.
+            ShardingError: Unless the user has passed the guard.
         """
-        raise ShardingError(
-            f"{self._kind}.{self._method} would export the part of the model that this rank holds, "
-            "with the collectives of all ranks in the forward. Write, on every rank: state = "
-            f"trainer.strategy.full_state_dict(); then, if trainer.is_global_zero: full = "
-            f"{self._kind}(...); full.load_state_dict(state); full.{self._method}(...). Or export "
-            f"{self._kind}.load_from_checkpoint(...) in another program."
-        )
+        kind = type(self._module)
+        name = kind.__name__
+        if self._guard.refuse is not None:
+            self._guard.refuse(
+                ShardingError(
+                    f"{name}.{self._method} would export the part of the model that this rank "
+                    "holds, with the collectives of all ranks in the forward. Write, on every "
+                    "rank: state = trainer.strategy.full_state_dict(); then, if "
+                    f"trainer.is_global_zero: full = {name}(...); full.load_state_dict(state); "
+                    f"full.{self._method}(...). Or export {name}.load_from_checkpoint(...) in "
+                    "another program."
+                )
+            )
+        return getattr(kind, self._method)(self._module, *args, **kwargs)
 
 
 def _partial_paths(state: ModuleState) -> set[str]:

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lightning.assembly.replicas import diverged, fingerprint
 from megatron_lightning.assembly.state.module_shards import ModuleState
-from megatron_lightning.assembly.state.plain_values import compare_plain_values
 from megatron_lightning.assembly.state.tensor_names import Found, TensorNames
 from megatron_lightning.checkpoint import CheckpointSource, TensorShards, load_sharded
 from megatron_lightning.checkpoint.entries import (
@@ -83,7 +82,6 @@ class StateEntries:
         if compare:
             remainder = without(beside, [entry for entry in mine if entry.name])
             self._compare(remainder, names)
-            compare_plain_values(remainder, self._context)
         checkpoint.update(without(beside, mine))
         write_table(checkpoint, self._merged(mine))
         shards = [

@@ -65,9 +65,8 @@ class WrittenWeights:
             self._due = False
             self.share()
 
-    def before_training(self, *, first: bool) -> bool:
-        """Look before a training batch, if a look is due. Return whether a look was due. A
-        collective.
+    def before_training(self, *, first: bool) -> None:
+        """Look before a training batch, if a look is due. A collective.
 
         Args:
             first: Whether the batch is the first of an epoch.
@@ -75,14 +74,13 @@ class WrittenWeights:
         self._num_batches += 1
         second = self._num_batches == 2
         if not (self._due or self._always or first or second):
-            return False
+            return
         between_steps = second and not self._due and not first
         self._due = False
         parts = [view.shards_were_written() for view in self._views if between_steps]
         for view in self._views:
             view.take_over()
         self._always |= self.share(found=any(parts)) and between_steps
-        return True
 
     @torch.no_grad()
     def share(self, *, found: bool = False) -> bool:

@@ -4,7 +4,7 @@ pass and the optimizer step: a norm of shards is not the model's norm.
 At this point the user's code runs in hooks, in an ``optimizer_step`` of the user's, in optimizers'
 step hooks and, with manual optimization, in ``training_step``. Changes are detected by identity and
 version of each ``p.grad``. Changes through ``grad.data`` are missed. Reads are seen by stand-ins in
-the place of each ``p.grad`` while the code runs (``stand_ins.py``).
+the place of each ``p.grad`` while the code runs (``optim/gradients/gradient_proxies.py``).
 
 With manual optimization, stand-ins also show ``p.grad = None`` in the rest of ``training_step``, a
 loop that clears gradients of an earlier step. Sharded gradients are then cleared as well.
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,6 +27,7 @@ from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.optim.gradients.gradient_proxies import StandIn, StandIns
 from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.origin import is_library
+from megatron_lightning.step.judge import Judge
 from megatron_lightning.step.overrides import users_hooks
 
 _ADVICE = (
@@ -64,6 +64,7 @@ class GradientGuard:
         parts: Description of each rank's gradient shards, for the message. Empty: full gradients.
             Hooks may change full gradients.
         sharded: Whether ``p.grad`` is None.
+        judge: Verdict on findings. None: nothing is judged, and cleared gradients are followed.
     """
 
     def __init__(
@@ -73,11 +74,13 @@ class GradientGuard:
         parts: str,
         *,
         sharded: bool,
+        judge: Judge | None,
     ) -> None:
         self._module = module
         self._accumulation = accumulation
         self._parts = parts
         self._sharded = sharded
+        self._judge = judge
         self._running: list[str] = []  # names of the user's code between now and the next check
         self._before: list[_Gradient] = []
         self._stand_ins = StandIns(self._use)
@@ -111,7 +114,8 @@ class GradientGuard:
 
     def open(self, optimizers: Sequence[object]) -> None:
         """Watch the user's own code from the end of a backward pass on."""
-        self._begin([*self._own_code(), *_step_hooks(optimizers)] if self._parts else [])
+        judged = self._parts and self._judge is not None
+        self._begin([*self._own_code(), *_step_hooks(optimizers)] if judged else [])
 
     def close(self) -> None:
         """Watch no longer: another backward pass begins, or the step is over."""
@@ -147,7 +151,8 @@ class GradientGuard:
             self._watch_reads()
 
     def _hooks(self, name: str) -> list[str]:
-        return users_hooks(self._module, name) if self._parts else []
+        judged = self._parts and self._judge is not None
+        return users_hooks(self._module, name) if judged else []
 
     def _own_code(self) -> list[str]:
         """Return the names of the module's own code for backward and optimizer steps."""
@@ -177,22 +182,27 @@ class GradientGuard:
         code = " or ".join(self._running)
         if stand_in.gradient is None:
             clear = "Clear gradients by optimizer.zero_grad(). " if self._may_clear else ""
-            raise ConfigError(
+            self._refuse(
                 f"{code} uses p.grad, which is None on every parameter ({self._parts}): a norm "
                 f"would be 0, and a change would be lost. {clear}{_ADVICE}"
             )
+            return
         if not self._stand_ins:  # kept by the code for later
             return
         if func in _NORMS:
-            raise ConfigError(
+            self._refuse(
                 f"{code} takes norms of p.grad, of which each rank holds a part "
                 f"({self._parts}), so that a norm of them is not the model's. {_ADVICE}"
             )
-        if code not in self._warned:
+        elif code not in self._warned and self._judge is not None:
             self._warned.add(code)
-            rank_zero_warn(
+            self._judge.warn(
                 f"{code} reads p.grad, which is a part on each rank ({self._parts}). {_ADVICE}"
             )
+
+    def _refuse(self, text: str) -> None:
+        if self._judge is not None:
+            self._judge.refuse(ConfigError(text))
 
     def _remove_stand_ins(self) -> bool:
         """Restore the gradients. Return whether the user's code has set sharded gradients to None
@@ -225,7 +235,7 @@ class GradientGuard:
             ConfigError: If a gradient has changed.
         """
         if self._remove_stand_ins():
-            raise ConfigError(
+            self._refuse(
                 f"{' or '.join(self._running)} sets p.grad to None, which it is on every parameter "
                 f"({self._parts}), so that the parameter would be stepped. Clear gradients by "
                 "zero_grad() of the optimizer, before the backward pass; set requires_grad=False "
@@ -235,11 +245,12 @@ class GradientGuard:
             view, version_now = _version(parameter)
             if view is None or (view is gradient and version_now == version) or not view.any():
                 continue
-            raise ConfigError(
+            self._refuse(
                 f"{' or '.join(self._running)} changed the gradient of "
                 f"{name}, or of another parameter in its bucket. Each rank holds a part of the "
                 f"gradients ({self._parts}), so that a norm of them is not the model's. {_ADVICE}"
             )
+            return
 
 
 def _step_hooks(optimizers: Sequence[object]) -> list[str]:

@@ -21,19 +21,13 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
-from megatron_lightning.step.overrides import override
+from megatron_lightning.step.overrides import override, unwrapped
 from megatron_lightning.strategies.step.gradients.gradient_guard import GradientGuard
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """Return the user's optimizer inside of Lightning's wrapper."""
-    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def follow_toggling(

@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from megatron_lightning.guards.gradients.sharded_gradients import ShardedGradients
 from megatron_lightning.guards.guard import Fit
 from megatron_lightning.layers.linear.split_backward import hide_quantized, join_backwards
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
@@ -18,7 +19,7 @@ from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.optim.lr_schedules import ScheduledLR
 from megatron_lightning.optim.norms import GradientNorms
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
-from megatron_lightning.step.overrides import users_hooks
+from megatron_lightning.step.overrides import unwrapped, users_hooks
 from megatron_lightning.step.participant import Participants
 from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.strategies.checkpoint.finetuning import unfreeze_again
@@ -30,15 +31,12 @@ from megatron_lightning.strategies.step.gradients.gradient_guard import (
     GradientGuard,
     describe_parts,
 )
-from megatron_lightning.strategies.step.gradients.left_gradients import LeftGradients
 from megatron_lightning.strategies.step.gradients.manual import (
     check_reduced,
     follow_toggling,
     follow_zero_grad,
-    unwrapped,
 )
 from megatron_lightning.strategies.step.gradients.schedulers import hold_schedulers
-from megatron_lightning.strategies.step.gradients.zeroing import ZeroingCheck
 
 
 class Training:
@@ -93,8 +91,11 @@ class Training:
         undo.callback(self.accumulation.detach)
         self.norms = GradientNorms(self.accumulation, context)
         self._parts = describe_parts(context, data_parallel)
-        is_sharded = self._is_sharded = data_parallel != "ddp" and has_replicas(context)
-        self.guard = GradientGuard(module, self.accumulation, self._parts, sharded=is_sharded)
+        is_sharded = data_parallel != "ddp" and has_replicas(context)
+        judge = ShardedGradients.judge_of(scope)
+        self.guard = GradientGuard(
+            module, self.accumulation, self._parts, sharded=is_sharded, judge=judge
+        )
         """Compares gradients around the user's code."""
         self._last_hooks: dict[Optimizer, RemovableHandle] = {}
         undo.callback(self._remove_hooks)
@@ -102,12 +103,11 @@ class Training:
         if context.world_size > 1 or self.accumulation.managed:
             self._clip_globally()
         self.loss_scaling = self._scale_losses()
-        self._left: LeftGradients | None = None
-        if self.accumulation.managed and not module.automatic_optimization:
-            self._left = LeftGradients(module, self.accumulation)
+        is_manual = self.accumulation.managed and not module.automatic_optimization
+        self._follows_clearing = is_manual and is_sharded
+        if is_manual:
             follow_toggling(module, self.accumulation, undo)
             follow_zero_grad(module, optimizers, self.accumulation, undo, self.guard)
-        self._zeroing = ZeroingCheck(module, undo)
         self.step_skipped = False
         """Whether the last optimizer step was skipped."""
         callbacks: list[object] = getattr(module.trainer, "callbacks", [])
@@ -190,9 +190,7 @@ class Training:
         """
         self.guard.close()
         self._follow()
-        if keep_earlier and self._left is not None:
-            self._left.begin_backward()
-        self._zeroing.applies = clear or self.accumulation.managed
+        self.participants.backward_begins(clear=clear, keep_earlier=keep_earlier)
         self.accumulation.begin_run(clear=clear, keep_earlier=keep_earlier)
 
     def _follow(self) -> None:
@@ -222,15 +220,13 @@ class Training:
         """Follow the user's training step to the next backward pass, if it optimizes manually and
         gradients are sharded.
         """
-        if self._left is not None and self._is_sharded:
+        if self._follows_clearing:
             self.guard.follow_clearing()
 
     def watch_gradients(self) -> None:
         """Watch the user's code for changes of the gradients from now until the step."""
         optimizers = self._optimizers
-        self._zeroing.is_left = True
-        if self._left is not None:
-            self._left.end_backward()
+        self.participants.gradients_ready()
         self.guard.open(optimizers)
         for optimizer in optimizers if self._parts else ():
             self._check_last(optimizer)
@@ -271,8 +267,7 @@ class Training:
             return result
 
         self.guard.check()
-        if self._left is not None:
-            self._left.begin_step(unwrapped(optimizer))
+        self.participants.step_begins(unwrapped(optimizer))
         # With a possible veto the closure runs first and the step only afterwards. Otherwise the
         # closure runs inside of the step, as in Lightning, for optimizers that call it themselves.
         if self.participants.vetoes:
@@ -286,8 +281,7 @@ class Training:
         )
         if self._scope.module.automatic_optimization:
             self.guard.close()
-        if self._left is not None:
-            self._left.end_step(unwrapped(optimizer))
+        self.participants.step_ends(unwrapped(optimizer))
         self.guard.record()  # another optimizer may step gradients of the same backward pass
         self.participants.after_update(stepped=not self.step_skipped)
         self.follow_clearing()

@@ -21,6 +21,8 @@ from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_unflatt
 
 from megatron_lightning.assembly.attention_watch import AttentionWatch, bound_attention
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.guards.steps.sequence_positions import SequencePositions
+from megatron_lightning.guards.watches.position_watch import PositionWatch
 from megatron_lightning.layers.shared_rows.entry import described, shared_models
 from megatron_lightning.models.plans.hf_context import check_call
 from megatron_lightning.models.plans.hf_plans import is_transformers_model
@@ -35,7 +37,6 @@ from megatron_lightning.step.participant import StepBatch, StepParticipant
 from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.step.step_run import StepRun
 from megatron_lightning.strategies.checks.module import sequence_dims_of
-from megatron_lightning.strategies.step.checks.position_watch import PositionWatch
 from megatron_lightning.strategies.step.values.context_mean import gather_rows
 
 _PACKAGE = "megatron_lightning."
@@ -70,6 +71,7 @@ class SequenceParts(StepParticipant):
         self._seen: set[str] = set()
         self._begun: set[str] = set()
         self._warned: set[str] = set()
+        self._positions = SequencePositions.judge_of(scope)
         self._open(is_open=False)
 
     def _open(self, *, is_open: bool) -> None:
@@ -153,12 +155,13 @@ class SequenceParts(StepParticipant):
             and not getattr(type(self._module), run.hook).__module__.startswith(_PACKAGE)
         )
         parts = self.split.parts(run.microbatches[microbatch]) if is_first else []
-        if not parts or not self._calls or "" in self._calls:
+        if self._positions is None or not parts or not self._calls or "" in self._calls:
             yield
             return
         self._begun.add(run.hook)
         models = {path: self._module.get_submodule(path) for path in self._calls}
-        with PositionWatch(run.hook, self._context.cp.size, parts).watching(models):
+        watch = PositionWatch(run.hook, self._context.cp.size, parts, self._positions)
+        with watch.watching(models):
             yield
 
     def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:

@@ -3,12 +3,15 @@ follows. A mutant for each guard: a program with the mistake that the guard find
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,18 +20,25 @@ from jsonargparse import ArgumentParser
 from torch import nn
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import GuardOptions
+from megatron_lightning.callbacks import ClosingSummary
+from megatron_lightning.config import GuardOptions, MoEConfig
 from megatron_lightning.config.training import GUARDS
-from megatron_lightning.errors import ConfigError, MegatronLightningError
+from megatron_lightning.doctor.folder import look_at
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.guards.table import TABLE, describe
 from megatron_lightning.layers.styles import ColumnParallel, RowParallel
+from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel import ShardingPlan
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import LAYOUTS, fit_losses, tiny_config
+from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import trainer
-from tests.lightning.support import MICRO, Layout, make_layout, run
+from tests.lightning.support import DP2, MICRO, Layout, make_layout, run
 from tests.lightning.vectors import Net, VectorModule, loader, vectors
 
 PLAN = ShardingPlan(modules={"net.0": ColumnParallel(), "net.2": RowParallel()})
+CP2 = make_layout("cp2", 2, 1, cp=2)
+FSDP2 = make_layout("fsdp2", 2, 2, dp="fsdp")
 PP2 = make_layout("pp2", 2, 1, pp=2, mbs=4)
 TP2 = make_layout("tp2", 2, 1, tensor_model_parallel_size=2, sharding_plan=PLAN)
 
@@ -66,6 +76,85 @@ class HookDraws(VectorModule):
             parameter.data += 0.01 * torch.randn_like(parameter)
 
 
+class EqualDraws(VectorModule):
+    def on_train_start(self) -> None:
+        weight = self.net[0].weight.data  # NumPy's draws are not seen by hook_draws
+        weight.copy_(torch.from_numpy(np.random.default_rng(0).normal(size=weight.shape)))
+
+
+class ShardWrites(VectorModule):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.net[0].weight.mul_(0.9)
+
+
+class _Average(pl.Callback):
+    def __init__(self, net: nn.Module) -> None:
+        self.net = copy.deepcopy(net)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        for own, other in zip(self.net.parameters(), pl_module.net.parameters(), strict=False):
+            if own.shape == other.shape:
+                own.data.lerp_(other.data, 0.1)
+
+
+class Averages(VectorModule):
+    def configure_callbacks(self) -> Any:
+        return [_Average(self.net)]
+
+
+class FsdpShards(VectorModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        penalty = sum(p.square().sum() for p in self.parameters())
+        return super().training_step(batch, batch_idx) + penalty
+
+
+class ShardingPlanValues(VectorModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + 0.1 * self.net[0].weight.square().sum()
+
+
+class ShardedGradients(VectorModule):
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class SequencePositions(VectorModule):
+    """Reads token 0 of each part."""
+
+    def __init__(self) -> None:
+        super().__init__(GPTModel(tiny_config(num_layers=1)))
+        self.sequence_dims = {"tokens": 1, "labels": 1}
+
+    def train_dataloader(self) -> Any:
+        tokens = torch.arange(64).view(4, 16) % 30
+        return DataLoader([{"tokens": row, "labels": row} for row in tokens], batch_size=2)  # type: ignore[arg-type]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.net(batch["tokens"], labels=batch["labels"]).mean()
+        return loss + 0.0 * batch["tokens"][:, 0].float().mean()
+
+
+class PartSaving(VectorModule):
+    def on_train_end(self) -> None:
+        self.to_torchscript()
+
+
+class LeftGradients(VectorModule):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
+class ZeroGrad(VectorModule):
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        pass
+
+
 class TrainedParameters(VectorModule):
     def __init__(self) -> None:
         super().__init__()
@@ -81,6 +170,16 @@ MUTANTS: dict[str, tuple[Layout, type[VectorModule]]] = {
     "module_hooks": (TP2, ModuleHooks),
     "hook_draws": (TP2, HookDraws),
     "trained_parameters": (MICRO, TrainedParameters),
+    "equal_draws": (TP2, EqualDraws),
+    "shard_writes": (TP2, ShardWrites),
+    "averages": (PP2, Averages),
+    "fsdp_shards": (FSDP2, FsdpShards),
+    "sharding_plan": (TP2, ShardingPlanValues),
+    "left_gradients": (DP2, LeftGradients),
+    "zero_grad": (DP2, ZeroGrad),
+    "part_saving": (TP2, PartSaving),
+    "sharded_gradients": (TP2, ShardedGradients),
+    "sequence_positions": (CP2, SequencePositions),
 }
 
 
@@ -97,38 +196,62 @@ def _findings(layout: Layout, folder: str, guard: str, options: Any) -> set[str]
         warnings.simplefilter("always")
         try:
             fit.fit(module, None if own_loader else loader(layout))
-        except MegatronLightningError as error:
-            if str(error).endswith(end):
-                found.add("refuses")
-    if any(str(warning.message).endswith(end) for warning in caught):
-        found.add("warns")
-    assert bool(strategy.progress.fired.get(guard)) == bool(found)
+        except (Exception, SystemExit) as error:  # also of another rank, or of torch
+            found |= {"refuses"} if str(error).endswith(end) else {"fails"}
+    found |= {"warns" for warning in caught if str(warning.message).endswith(end)}
+    assert not found & {"refuses", "warns"} or strategy.progress.fired[guard]
     return found
 
 
-def _body(layout: Layout, folder: str, guard: str) -> list[set[str]]:
-    # A refusal ends the process groups, so that it comes last.
-    modes: list[Any] = [GuardOptions(ignore=[guard]), "ignore", "warn", "refuse"]
-    if not next(kind for kind in TABLE if kind.title() == guard).may_warn:
-        modes = [modes[0], "ignore"]
-    return [_findings(layout, folder, guard, options) for options in modes]
+def _body(layout: Layout, folder: str, guard: str, modes: list[Any]) -> list[set[str]]:
+    findings = list[set[str]]()
+    for options in modes:
+        findings.append(_findings(layout, folder, guard, options))
+        if findings[-1] & {"refuses", "fails"}:  # and the process groups have ended
+            break
+    return findings
 
 
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("guard", GUARDS)
 def test_a_guard_is_passed_by_its_name(guard: str, tmp_path: Path) -> None:
-    findings = run(MUTANTS[guard][0], _body, tmp_path, guard)
-    for of_rank in zip(*findings, strict=True):
-        assert len({frozenset(found) for found in of_rank}) == 1 or guard == "step_hints"
+    layout = MUTANTS[guard][0]
     [kind] = [kind for kind in TABLE if kind.title() == guard]
-    refuses = {"warns"} if guard in ONLY_WARN else {"refuses"}
+    passed = GuardOptions(ignore=[guard])
     if kind.may_warn:
-        assert findings[0] == [set(), set(), {"warns"}, refuses]
+        # A refusal ends the process groups, so that it comes last.
+        ranks = run(layout, _body, tmp_path, guard, [passed, "ignore", "warn", "refuse"])
+        refuses = {"warns"} if guard in ONLY_WARN else {"refuses"}
+        assert ranks[0][:3] == [set(), set(), {"warns"}] and refuses <= ranks[0][3]
     else:
-        assert findings[0] == [set(), {"refuses"}]
+        ranks = run(layout, _body, tmp_path, guard, ["ignore"])
+        assert {"refuses"} in ranks[0] + ranks[-1]
+        ranks = run(layout, _body, tmp_path, guard, [passed])
+        assert not {"refuses", "warns"} & ranks[0][0]
 
 
-ONLY_WARN = {"step_hints"}
+ONLY_WARN = {"left_gradients", "shard_writes", "step_hints"}
+
+
+@pytest.mark.spread(2)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "single"])
+def test_losses_do_not_depend_on_guards(name: str) -> None:
+    layout = LAYOUTS[name]
+    config = tiny_config(num_layers=4, moe=MoEConfig(num_experts=4) if name == "ep2" else None)
+    runs = [
+        run_ranks(layout.ranks, partial(fit_losses, dict(options), config, steps=3))
+        for options in (layout.options or (), (*(layout.options or ()), ("guards", "ignore")))
+    ]
+    assert runs[0] == runs[1]  # to the bit
+
+
+def test_findings_are_named_at_the_end_and_by_the_doctor(tmp_path: Path) -> None:
+    summary, strategy = ClosingSummary(), MegatronStrategy(micro_batch_size=2)
+    fit = trainer(strategy, max_steps=1, default_root_dir=tmp_path, callbacks=[summary])
+    fit.fit(StepHints(), loader(MICRO))
+    fit.save_checkpoint(tmp_path / "saved")
+    assert "findings of guards: step_hints (1)" in summary.text
+    assert look_at(tmp_path, None, 1)["findings"] == {"step_hints": 1}
 
 
 def test_names_are_those_of_the_table_with_a_sentence_in_the_docs() -> None:

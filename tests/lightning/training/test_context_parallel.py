@@ -745,9 +745,7 @@ def _averages_samples(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 
 def _warned(layout: Layout, folder: str, loss: Any) -> str:
     said: list[str] = []
-    with patch(
-        "megatron_lightning.strategies.step.checks.position_watch.rank_zero_warn", said.append
-    ):
+    with patch("megatron_lightning.step.judge.rank_zero_warn", said.append):
         layout.trainer(folder, max_steps=1).fit(Shifts(loss), _loader())
     return " ".join(said)
 

@@ -8,26 +8,30 @@ shows a write by a hook. Versions are host integers and need no work on a device
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from megatron_lightning.guards.guard import Fit, Guard
+from megatron_lightning.step.participant import StepBatch
 from megatron_lightning.step.run_context import RunContext
 
 
-class ShardWrites:
+class ShardWrites(Guard):
     """Versions of the sharded parameters between two optimizer steps, until a hook has written.
 
-    Args:
-        scope: The run context.
-        optimizers: The user's. Schedule-free optimizers write weights in ``train()`` and
-            ``eval()``, element by element, and are not watched.
+    Schedule-free optimizers write weights in ``train()`` and ``eval()``, element by element, and
+    are not watched.
     """
 
-    def __init__(self, scope: RunContext, optimizers: Sequence[Optimizer]) -> None:
+    sentence = (
+        "a hook writes into shards of parameters: elements are right, norms, means and sums are of "
+        "the shard"
+    )
+
+    def __init__(self, scope: RunContext, fit: Fit | None = None) -> None:
+        super().__init__(scope, fit)
+        optimizers = () if fit is None else fit.optimizers
         watches = not any(hasattr(optimizer, "eval") for optimizer in optimizers)
         specs = scope.part.specs
         self._sharded: dict[str, Tensor] = {
@@ -41,13 +45,20 @@ class ShardWrites:
             handle = scope.module.register_load_state_dict_post_hook(self._loads)  # type: ignore[no-untyped-call]
             scope.undo.callback(handle.remove)
 
-    def record(self) -> None:
+    @classmethod
+    def applies(cls, scope: RunContext, fit: Fit | None) -> bool:
+        """Return whether a fit has shards of parameters."""
+        return fit is not None and scope.context.layout.model_parallel_size > 1
+
+    def after_update(self, *, stepped: bool) -> None:
         """Record the versions after an optimizer step."""
         self._loads.seen = False
         self._versions = [parameter._version for parameter in self._sharded.values()]
 
-    def look(self) -> None:
-        """Warn, once, if a parameter was written since :meth:`record`."""
+    def hooks_ran(self, batch: StepBatch) -> None:
+        """Warn, once, if a parameter was written since the last optimizer step."""
+        if not batch.trains:
+            return
         # load_state_dict takes full tensors, and gives each rank the rank's shards.
         if not self._versions or self._loads.seen:
             return
@@ -58,7 +69,7 @@ class ShardWrites:
         names = [name for name, version, version_before in pairs if version != version_before]
         self._sharded, self._versions = {}, []
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        rank_zero_warn(
+        self.judge.warn(
             f"a hook has written into {', '.join(names[:5])}{more}, of which each tensor-parallel "
             "(or expert-parallel) rank holds a shard. What the hook computes element by element is "
             "right. A norm, mean, quantile or sum is the shard's, and differs from one device. "

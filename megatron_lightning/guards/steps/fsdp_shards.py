@@ -9,14 +9,26 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.step.participant import StepParticipant
+from megatron_lightning.guards.guard import Fit, Guard
+from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.step.step_run import StepRun
 
 _TORCH_NAMES = ("DTensor", "sharding strategy registered")  # in torch's own messages
 
 
-class UnitShards(StepParticipant):
-    """Refuses steps that compute with the parameters of FSDP2's units beside the model."""
+class FsdpShards(Guard):
+    """Refuse steps that compute with the parameters of FSDP2's units beside the model."""
+
+    sentence = (
+        '`data_parallel="fsdp"`: a step computes with parameters outside of the forwards of their '
+        "modules, where a rank has shards of them"
+    )
+    may_warn = False
+
+    @classmethod
+    def applies(cls, scope: RunContext, fit: Fit | None) -> bool:
+        """Return whether ranks shard parameters."""
+        return scope.part.units is not None
 
     @contextmanager
     def around_forward(self, run: StepRun, stage: int, microbatch: int) -> Iterator[None]:
@@ -30,7 +42,8 @@ class UnitShards(StepParticipant):
         except (RuntimeError, NotImplementedError) as error:
             if isinstance(error, ShardingError) or not any(n in str(error) for n in _TORCH_NAMES):
                 raise
-            raise _refusal(run, "fails with them") from error
+            self.judge.refuse(_refusal(run, "fails with them"))
+            raise
 
     def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:
         """Check a loss, before backward.
@@ -39,7 +52,7 @@ class UnitShards(StepParticipant):
             ShardingError: If the loss contains shards.
         """
         if isinstance(loss, DTensor):
-            raise _refusal(run, "returns a loss of them")
+            self.judge.refuse(_refusal(run, "returns a loss of them"))
 
 
 def _refusal(run: StepRun, what: str) -> ShardingError:

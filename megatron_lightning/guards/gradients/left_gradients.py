@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
+from megatron_lightning.guards.guard import Fit, Guard
 from megatron_lightning.optim.gradients.gradient_proxies import gradient_of
+from megatron_lightning.step.run_context import RunContext
 
 
 class _Mark(NamedTuple):
@@ -27,35 +26,42 @@ class _Mark(NamedTuple):
     version: int
 
 
-class LeftGradients:
-    """Follow the gradients from a step over the next backward pass to the next step.
+class LeftGradients(Guard):
+    """Follow the gradients from a step over the next backward pass to the next step."""
 
-    Args:
-        module: The LightningModule, with manual optimization.
-        accumulation: Holds the gradients.
-    """
+    sentence = (
+        "manual optimization steps by gradients that nothing has cleared since the last step: "
+        "`p.grad = None` in a hook does not reach sharded gradients"
+    )
 
-    def __init__(self, module: pl.LightningModule, accumulation: GradientAccumulation) -> None:
-        self._module = module
-        self._accumulation = accumulation
+    def __init__(self, scope: RunContext, fit: Fit) -> None:
+        super().__init__(scope, fit)
+        self._module = scope.module
+        self._accumulation = fit.accumulation
         self._marks: dict[str, _Mark] = {}  # gradients stepped before
         self._left: set[str] = set()  # names of gradients that hold gradients stepped before
         self._has_warned = False
 
-    def begin_backward(self) -> None:
+    @classmethod
+    def applies(cls, scope: RunContext, fit: Fit | None) -> bool:
+        """Return whether a fit optimizes sharded gradients by hand."""
+        is_manual = not scope.module.automatic_optimization
+        return fit is not None and fit.accumulation.managed and is_manual
+
+    def backward_begins(self, *, clear: bool, keep_earlier: bool) -> None:
         """Find the stepped gradients that are added to the next gradients."""
-        if not self._marks:  # several backward passes before a step
+        if not keep_earlier or not self._marks:  # several backward passes before a step
             return
         marks = self._current(self._marks)
         self._left = {name for name, mark in self._marks.items() if _is_same(mark, marks.get(name))}
         self._marks = {}
 
-    def end_backward(self) -> None:
+    def gradients_ready(self) -> None:
         """Mark the gradients with added gradients of earlier steps."""
         if self._left:
             self._marks = self._current(self._left)
 
-    def begin_step(self, optimizer: Any) -> None:
+    def step_begins(self, optimizer: Any) -> None:
         """Warn once if the optimizer is about to step gradients of an earlier step again."""
         if self._has_warned or not self._left:
             return
@@ -63,7 +69,7 @@ class LeftGradients:
         if not names:
             return
         self._has_warned = True
-        rank_zero_warn(
+        self.judge.warn(
             f"{type(self._module).__name__} steps {type(optimizer).__name__} by gradients that it "
             f"has stepped before ({names[0]} is the first of {len(names)}): nothing has cleared "
             "them, so that the gradients of all steps add up, as on one device without zero_grad. "
@@ -71,7 +77,7 @@ class LeftGradients:
             "optimizer.zero_grad() before each backward pass of a new step."
         )
 
-    def end_step(self, optimizer: Any) -> None:
+    def step_ends(self, optimizer: Any) -> None:
         """Mark the gradients stepped by the optimizer."""
         names = self._names(optimizer)
         self._left -= names

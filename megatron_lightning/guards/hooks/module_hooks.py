@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megatron_lightning.assembly.plan_watch import uncompiled
-from megatron_lightning.assembly.rank_sums import DIFFERENT, RankSums
+from megatron_lightning.assembly.compile import uncompiled
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.guards.guard import Fit, Guard
+from megatron_lightning.guards.watches.rank_sums import DIFFERENT, RankSums
 from megatron_lightning.parallel.origin import is_library
 from megatron_lightning.parallel.shards.parameters import check_gradient_hooks
 from megatron_lightning.step.participant import StepBatch

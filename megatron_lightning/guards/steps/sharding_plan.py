@@ -13,27 +13,31 @@ Between tensor-parallel ranks these must be equal or must differ:
 - A zero gradient shows nothing. The gradient of a LoRA adapter's A is zero while B is zero. A zero
   gradient is compared again after 2, 4, 8, ... pipeline runs, until no longer zero.
 - The output of the parallel module and the loss are equal, unless the plan says otherwise. Losses
-  are compared again when ranks look for written weights (``optim/stepping/external_writes.py``).
+  are compared again in the second batch, in the first of every epoch, and after a validation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.assembly.compile import is_compiled
+from megatron_lightning.assembly.compile import uncompiled
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.assembly.rank_sums import DIFFERENT, RankSums, Spread
 from megatron_lightning.errors import ShardingError
+from megatron_lightning.guards.guard import Fit, Guard
+from megatron_lightning.guards.watches.rank_sums import DIFFERENT, RankSums, Spread
 from megatron_lightning.layers.linear.parallel_linear import ColumnParallelLinear
 from megatron_lightning.layers.losses.lazy_logits import PendingLogits
 from megatron_lightning.layers.losses.local_logits import are_local
-from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.shards.sharding import ShardingPlan, gathered_input
+from megatron_lightning.step.participant import StepBatch
+from megatron_lightning.step.run_context import RunContext
+from megatron_lightning.step.step_run import StepRun
 
 _LOSS_DIFFERS: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float64: 1e-4}
 """Of a loss, relative to the norm. 2e-2 in lower precision. Losses of two shards of a sequence are
@@ -50,23 +54,21 @@ class _Key(NamedTuple):
     """Parameter or module."""
 
 
-class PlanWatch:
+class ShardingPlanValues(Guard):
     """Compare gradients, inputs, outputs and losses between the tensor-parallel ranks, in the first
-    finite pipeline run. Zero gradients are compared again later, losses again after
-    :meth:`watch_loss`.
-
-    Args:
-        module: This rank's part of the LightningModule.
-        part: Description of the module's part, with the plans used to divide the module.
-        context: Groups of this rank.
+    finite pipeline run. Zero gradients and losses are compared again later.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        part: Part,
-        context: ParallelContext,
-    ) -> None:
+    sentence = (
+        "the sharding plan, or the step, takes the shard of a rank for the full tensor: gradients, "
+        "outputs or losses differ between tensor-parallel ranks, or are equal where parts should "
+        "differ"
+    )
+
+    def __init__(self, scope: RunContext, fit: Fit | None = None) -> None:
+        super().__init__(scope, fit)
+        module, part, context = scope.module, scope.part, scope.context
+        self._num_batches = 0
         self._group: AxisGroup = context.tp
         self._plans = part.plans.applied
         self._kinds = {path: type(child).__name__ for path, child in module.named_modules()}
@@ -76,13 +78,32 @@ class PlanWatch:
         self._loss_differs = DIFFERENT
         # Equal in the first run, so a later differing loss includes another term.
         self._was_right = False
-        if self._group.size == 1:
-            return
+        scope.undo.callback(self._detach)
         summed = self._watch_gradients(module, part)
         self._watch_inputs(module, {name.rpartition(".")[0] for name in summed})
         self._watch_outputs(module, part)
 
-    def detach(self) -> None:
+    @classmethod
+    def applies(cls, scope: RunContext, fit: Fit | None) -> bool:
+        """Return whether a fit shards matrices."""
+        return fit is not None and scope.context.tp.size > 1
+
+    def begin_batch(self, batch: StepBatch) -> None:
+        """Compare losses again after possible writes of hooks: a step may add a penalty on weights
+        later. All ranks call this.
+        """
+        self._num_batches += batch.trains
+        if batch.trains and (batch.compares or self._num_batches == 2):
+            self._watch_loss()
+
+    def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:
+        """Add a loss of the step."""
+        key = _Key("loss", "")
+        if key in self._sums and isinstance(loss, Tensor):
+            self._loss_differs = _LOSS_DIFFERS.get(loss.dtype, 2e-2)
+            self._sums.add(key, loss)
+
+    def _detach(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks.values():
             hook.remove()
@@ -132,12 +153,10 @@ class PlanWatch:
         if not any(plan.shards_output for plan in self._plans.values()):
             self._key("loss", "")
 
-    def watch_loss(self) -> None:
-        """Compare the losses of the next pipeline run, if the first run's losses were compared. A
-        step may add a penalty on weights later. All ranks call this.
-        """
+    def _watch_loss(self) -> None:
+        """Compare the losses of the next pipeline run, if the first run's losses were compared."""
         is_whole = not any(plan.shards_output for plan in self._plans.values())
-        if self._group.size > 1 and self._is_quiet and is_whole:
+        if self._is_quiet and is_whole:
             self._key("loss", "")
 
     def _key(self, kind: str, name: str) -> _Key:
@@ -146,13 +165,6 @@ class PlanWatch:
         return key
 
     # ------------------------------------------------------------------------------------------ add
-
-    def loss(self, loss: object) -> None:
-        """Add a loss of the step."""
-        key = _Key("loss", "")
-        if key in self._sums and isinstance(loss, Tensor):
-            self._loss_differs = _LOSS_DIFFERS.get(loss.dtype, 2e-2)
-            self._sums.add(key, loss)
 
     def _add_input(  # noqa: PLR0917 (a hook)
         self,
@@ -179,7 +191,7 @@ class PlanWatch:
 
     # -------------------------------------------------------------------------------------- compare
 
-    def compare(self) -> None:
+    def after_backward(self) -> None:
         """Compare a pipeline run after the backward passes. A collective of the tensor-parallel
         ranks.
 
@@ -192,11 +204,8 @@ class PlanWatch:
         spreads = self._sums.spreads()
         if spreads is None:
             return
-        try:
+        with self.judge.judging():
             self._check(spreads)
-        except ShardingError:
-            self.detach()
-            raise
         self._was_right = True
         self._keep_hidden(spreads)
 
@@ -268,18 +277,6 @@ class PlanWatch:
 
     def _described(self, name: str) -> str:
         return f"{name} ({self._kinds[name]})" if self._kinds.get(name) and name else name
-
-
-def uncompiled(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the submodules outside of compiled modules, since a new hook would compile a module
-    again.
-    """
-    compiled: list[str] = []
-    for path, child in module.named_modules():
-        if is_compiled(child):
-            compiled.append(f"{path}." if path else "")
-        elif not any(f"{path}.".startswith(outer) for outer in compiled):
-            yield path, child
 
 
 def _gathered(module: nn.Module) -> tuple[str, int] | None:

@@ -15,24 +15,47 @@ import lightning.pytorch as pl
 from torch import nn
 
 from megatron_lightning.assembly.replicas import check_trained_replicas
+from megatron_lightning.guards.guard import Fit, Guard
 from megatron_lightning.parallel.shards.other_stages import is_absent
 from megatron_lightning.pipeline.stages.stage import StagePartition
+from megatron_lightning.step.participant import StepBatch
 from megatron_lightning.step.run_context import RunContext
 
 
-def check_averages(scope: RunContext) -> None:
-    """Check that stages hold equal copies. A collective of all ranks, with the weights gathered.
+class Averages(Guard):
+    """Compare copies of the model between stages, before the second batch of a fit."""
 
-    Raises:
-        ShardingError: Names the tensors with different values, and the callbacks to use.
-    """
-    partition = scope.part.partition
-    if partition is None:
-        return
-    check_trained_replicas(scope.module, scope.part, scope.context)
-    trainer: Any = scope.module.trainer
-    copies = _copies_of(partition, trainer.callbacks)
-    check_trained_replicas(copies, scope.part, scope.context)
+    sentence = (
+        "an average of weights is kept by pairs of `parameters()`, which pairs layers of different "
+        "pipeline stages"
+    )
+
+    def __init__(self, scope: RunContext, fit: Fit | None = None) -> None:
+        super().__init__(scope, fit)
+        self._gather = None if fit is None else fit.accumulation.gather
+        self._num_batches = 0
+
+    @classmethod
+    def applies(cls, scope: RunContext, fit: Fit | None) -> bool:
+        """Return whether a fit has pipeline stages."""
+        return fit is not None and scope.part.partition is not None
+
+    def hooks_ran(self, batch: StepBatch) -> None:
+        """Check that stages hold equal copies. A collective of all ranks before the second batch.
+
+        Raises:
+            ShardingError: Names the tensors with different values, and the callbacks to use.
+        """
+        scope, partition = self.scope, self.scope.part.partition
+        self._num_batches += batch.trains
+        if not batch.trains or self._num_batches != 2 or partition is None or self._gather is None:
+            return
+        self._gather.wait()
+        with self.judge.judging():
+            check_trained_replicas(scope.module, scope.part, scope.context)
+            trainer: Any = scope.module.trainer
+            copies = _copies_of(partition, trainer.callbacks)
+            check_trained_replicas(copies, scope.part, scope.context)
 
 
 def _copies_of(partition: StagePartition, callbacks: Iterable[pl.Callback]) -> nn.Module:

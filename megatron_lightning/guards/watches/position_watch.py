@@ -14,13 +14,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_lightning.compat import pop_function_mode, push_function_mode
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.step.judge import Judge
 
 _BY_DIM: Mapping[str, int] = {
     **dict.fromkeys(("narrow", "select", "index_select", "cumsum", "cumprod", "flip"), 1),
@@ -48,10 +48,14 @@ class PositionWatch(TorchFunctionMode):
         hook: The step, for the message.
         num_ranks: Number of ranks sharing each sequence.
         parts: Tensors of the batch, with the sequence dim of each tensor.
+        judge: Verdict on findings.
     """
 
-    def __init__(self, hook: str, num_ranks: int, parts: list[tuple[Tensor, int]]) -> None:
+    def __init__(
+        self, hook: str, num_ranks: int, parts: list[tuple[Tensor, int]], judge: Judge
+    ) -> None:
         super().__init__()
+        self._judge = judge
         self._hook = hook
         self._num_ranks = num_ranks
         self._length = min(tensor.shape[dim] for tensor, dim in parts)
@@ -139,20 +143,23 @@ class PositionWatch(TorchFunctionMode):
 
     def _refuse(self, name: str, dim: int) -> None:
         what = "slices or indexes" if name == "__getitem__" else f"calls {name} on"
-        raise ConfigError(
-            f"{self._hook} {what} a sequence along dim {dim}, of which each of {self._num_ranks} "
-            "ranks holds a part (context_parallel_size): a shift such as logits[:, :-1] against "
-            "labels[:, 1:] would lose the tokens at the ends of the parts, and a position such as "
-            "[:, 0] would be one of each part. Shift in the Dataset or collate function, so that "
-            "tokens and labels have equal lengths (tokens = text[:-1], labels = text[1:], with "
-            "-100 where nothing counts), or set context_parallel_size=1."
+        self._judge.refuse(
+            ConfigError(
+                f"{self._hook} {what} a sequence along dim {dim}, of which each of "
+                f"{self._num_ranks} ranks holds a part (context_parallel_size): a shift such as "
+                "logits[:, :-1] against labels[:, 1:] would lose the tokens at the ends of the "
+                "parts, and a position such as [:, 0] would be one of each part. Shift in the "
+                "Dataset or collate function, so that tokens and labels have equal lengths (tokens "
+                "= text[:-1], labels = text[1:], with -100 where nothing counts), or set "
+                "context_parallel_size=1."
+            )
         )
 
     def _warn(self, name: str, dim: int) -> None:
         if self._has_warned:
             return
         self._has_warned = True
-        rank_zero_warn(
+        self._judge.warn(
             f"{self._hook} calls {name} over dim {dim} of a sequence, of which each of "
             f"{self._num_ranks} ranks holds a part (context_parallel_size): the result is of the "
             "part. Compute losses of tokens and average over all tokens, exchange the result "

@@ -1,0 +1,1 @@
+"""Guards of gradients, from backward to the optimizer step."""

@@ -1,0 +1,1 @@
+"""Guards of what hooks and callbacks do to weights, random states and options."""

@@ -1,0 +1,1 @@
+"""Guards of the steps: batches, collectives, the sharding plan, sequences."""

@@ -1,0 +1,1 @@
+"""Parts of guards: records, comparisons and modes of torch functions."""
