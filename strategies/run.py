@@ -65,10 +65,10 @@ from megatron_lightning.strategies.summary import hidden_example
 
 if TYPE_CHECKING:
     # Text and folders are imported on first use: most runs write none.
+    from megatron_lightning.bridge.live.live_folder import LiveFolder
+    from megatron_lightning.bridge.live.weight_stream import WeightStream
     from megatron_lightning.inference.engine.own_generate import OwnGenerate
     from megatron_lightning.inference.engine.text_engine import Engine
-    from megatron_lightning.strategies.outputs.folders import LiveFolder
-    from megatron_lightning.strategies.outputs.weight_stream import WeightStream
 
 
 class Run:
@@ -441,7 +441,7 @@ class Run:
 
     def live_folder(self, module: nn.Module | None, dtype: torch.dtype | None) -> LiveFolder:
         """Return the Hugging Face folder of a model. A collective."""
-        from megatron_lightning.strategies.outputs.folders import LiveFolder
+        from megatron_lightning.bridge.live.live_folder import LiveFolder
 
         context = self._ranks.context
         return LiveFolder(self.module, module, self.full_state, context, dtype=dtype)
@@ -450,8 +450,8 @@ class Run:
         self, module: nn.Module | None, dtype: torch.dtype | None, weight_format: str
     ) -> WeightStream:
         """Return the weights of a model as a stream. A collective."""
-        from megatron_lightning.strategies.outputs.folders import LiveFolder
-        from megatron_lightning.strategies.outputs.weight_stream import WeightStream, streamed_model
+        from megatron_lightning.bridge.live.live_folder import LiveFolder
+        from megatron_lightning.bridge.live.weight_stream import WeightStream, streamed_model
 
         model, plan = streamed_model(self.module, module)
         context = self._ranks.context

@@ -59,7 +59,7 @@ from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.progress import Progress
 
 if TYPE_CHECKING:
-    from megatron_lightning.strategies.outputs.folders import FoldersOfCheckpoints
+    from megatron_lightning.bridge.live.live_folder import FoldersOfCheckpoints
 
 
 class Checkpoints:
@@ -389,6 +389,6 @@ class Checkpoints:
 
 def _folders_of(module: pl.LightningModule) -> FoldersOfCheckpoints:
     """Make the writer of Hugging Face folders, imported by the runs that write folders."""
-    from megatron_lightning.strategies.outputs.folders import FoldersOfCheckpoints
+    from megatron_lightning.bridge.live.live_folder import FoldersOfCheckpoints
 
     return FoldersOfCheckpoints(module)

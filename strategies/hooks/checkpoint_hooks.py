@@ -23,7 +23,7 @@ from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
 from megatron_lightning.strategies.outputs.after_fit import called_by_all, path_of
 
 if TYPE_CHECKING:
-    from megatron_lightning.strategies.outputs.weight_stream import WeightStream
+    from megatron_lightning.bridge.live.weight_stream import WeightStream
 
 
 class CheckpointHooks(RankHooks):
@@ -282,7 +282,7 @@ class CheckpointHooks(RankHooks):
             ConfigError: If no family of ``transformers`` describes the model.
             PipelineError: In a step, over several pipeline ranks.
         """
-        from megatron_lightning.strategies.outputs.weight_stream import check_format
+        from megatron_lightning.bridge.live.weight_stream import check_format
 
         check_format(weight_format)
         self.ranks.course.mark("strategy.weights()")

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from megatron_lightning.errors import EXPLAINED, SpikeError
 from megatron_lightning.resilience.exit_codes import TERMINATED
 from megatron_lightning.resilience.failure_watch import FailureWatch
-from megatron_lightning.strategies.launch.out_of_memory import explain_out_of_memory
+from megatron_lightning.resilience.out_of_memory import explain_out_of_memory
 from megatron_lightning.strategies.lightning_internals import TunerExit, refuses_settings
 
 

@@ -14,11 +14,17 @@ from dataclasses import dataclass
 from megatron_lightning.assembly.buffers.buffer_broadcast import BufferSync
 from megatron_lightning.guards.guard import Guard
 from megatron_lightning.pipeline.batch.metrics import MetricSync
+from megatron_lightning.step.forward_times import ForwardTimes, step_watches
 from megatron_lightning.step.participant import StepParticipant
 from megatron_lightning.step.run_context import RunContext
+from megatron_lightning.step.values.buffer_values import BufferValues
+from megatron_lightning.step.values.logs import StepLogs
+from megatron_lightning.step.values.metric_states import MetricStates
+from megatron_lightning.step.values.module_values import ModuleValues
+from megatron_lightning.step.values.random_states import RandomStates
+from megatron_lightning.step.values.reports import StepReports
 from megatron_lightning.strategies.step.checks.explanations import Explanations
 from megatron_lightning.strategies.step.checks.written_weights import WrittenWeights
-from megatron_lightning.strategies.step.forward_times import ForwardTimes, step_watches
 from megatron_lightning.strategies.step.gradients.expert_updates import ExpertUpdates
 from megatron_lightning.strategies.step.gradients.finite_check import FiniteCheck
 from megatron_lightning.strategies.step.gradients.training import Training
@@ -26,13 +32,7 @@ from megatron_lightning.strategies.step.gradients.update_judges import UpdateJud
 from megatron_lightning.strategies.step.loaders.consumed_samples import ConsumedSamples
 from megatron_lightning.strategies.step.precision_contexts import PrecisionContexts, UnitOrder
 from megatron_lightning.strategies.step.rerun import StepInputs
-from megatron_lightning.strategies.step.values.buffer_values import BufferValues
-from megatron_lightning.strategies.step.values.logs import StepLogs
-from megatron_lightning.strategies.step.values.metric_states import MetricStates
-from megatron_lightning.strategies.step.values.module_values import ModuleValues
-from megatron_lightning.strategies.step.values.random_states import RandomStates
-from megatron_lightning.strategies.step.values.reports import StepReports
-from megatron_lightning.strategies.step.values.sequence_parts import SequenceParts
+from megatron_lightning.strategies.step.sequence_parts import SequenceParts
 
 
 @dataclass(frozen=True, kw_only=True)

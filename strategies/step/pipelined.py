@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only, tree_structure
 from megatron_lightning.parallel.numbers import number_on
 from megatron_lightning.parallel.shards.other_stages import AbsentListing
 from megatron_lightning.pipeline.batch.broadcast import StageBroadcast
+from megatron_lightning.pipeline.batch.context_mean import check_alike, mean_over_context
 from megatron_lightning.pipeline.batch.microbatches import (
     batch_size_of,
     kinds_of,
@@ -34,14 +35,13 @@ from megatron_lightning.pipeline.stages.dependencies import CallFacts
 from megatron_lightning.pipeline.stages.stage import StagePartition
 from megatron_lightning.pipeline.stages.structure import hooks_inside
 from megatron_lightning.step.overrides import users_hooks
+from megatron_lightning.step.program import UserProgram
 from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.step.step_run import StepRun
 from megatron_lightning.strategies.lightning_internals import skips_backward
 from megatron_lightning.strategies.step.gradients.training import Training
-from megatron_lightning.strategies.step.program import UserProgram
+from megatron_lightning.strategies.step.sequence_parts import join_outputs
 from megatron_lightning.strategies.step.step_runner import StepRunner
-from megatron_lightning.strategies.step.values.context_mean import check_alike, mean_over_context
-from megatron_lightning.strategies.step.values.sequence_parts import join_outputs
 
 
 class PipelinedStepRunner(StepRunner):

@@ -35,8 +35,8 @@ from megatron_lightning.strategies.step.loaders.batch_counts import (
 )
 from megatron_lightning.strategies.step.participants import SharedParts, step_participants
 from megatron_lightning.strategies.step.rerun import Rerun, RerunResult, StepInputs
+from megatron_lightning.strategies.step.sequence_parts import SequenceParts
 from megatron_lightning.strategies.step.user_code import watch_hooks
-from megatron_lightning.strategies.step.values.sequence_parts import SequenceParts
 
 _ASK_BEFORE = "Ask for it in a hook before the step (setup, on_fit_start) and keep it."
 

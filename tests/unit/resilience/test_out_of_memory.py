@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lightning.strategies.launch.out_of_memory import memory_advice
+from megatron_lightning.resilience.out_of_memory import memory_advice
 
 GIB = 2**30
 

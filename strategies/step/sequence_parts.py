@@ -29,6 +29,7 @@ from megatron_lightning.models.plans.hf_plans import is_transformers_model
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.parallel.sequence_exchange import gather_parts
+from megatron_lightning.pipeline.batch.context_mean import gather_rows
 from megatron_lightning.pipeline.batch.sequence_arguments import SequenceArguments
 from megatron_lightning.pipeline.batch.sequence_split import SequenceSplit
 from megatron_lightning.pipeline.stages.parallel_call import ParallelCall
@@ -37,7 +38,6 @@ from megatron_lightning.step.participant import StepBatch, StepParticipant
 from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.step.step_run import StepRun
 from megatron_lightning.strategies.checks.module import sequence_dims_of
-from megatron_lightning.strategies.step.values.context_mean import gather_rows
 
 _PACKAGE = "megatron_lightning."
 

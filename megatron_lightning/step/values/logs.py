@@ -22,12 +22,12 @@ from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.numbers import number_on
+from megatron_lightning.pipeline.batch.context_mean import gather_rows
 from megatron_lightning.pipeline.batch.microbatches import weighted_mean
 from megatron_lightning.pipeline.stages.parallel_call import replaced_attribute
 from megatron_lightning.step.participant import StepParticipant
 from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.step.step_run import StepRun
-from megatron_lightning.strategies.step.values.context_mean import gather_rows
 
 
 class LogEntry(NamedTuple):

@@ -1,0 +1,1 @@
+"""Hugging Face folders and streams of a model that trains."""
