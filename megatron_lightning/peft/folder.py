@@ -15,6 +15,7 @@ import json
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -213,6 +214,7 @@ def write_folder(
             f"{target} exists. Name another folder, or replace this one with --overwrite."
         )
     theirs = to_hugging_face(own)
+    _warn_of_dense_layers(theirs)
     tensors = {}
     for layer, parts in theirs.layers.items():
         factors, key = _flat(parts[ALL_ROWS]), _PREFIX + _key_of(layer, theirs.layers)
@@ -245,6 +247,29 @@ def write_folder(
         os.rename(pending, target)
     finally:
         shutil.rmtree(pending, ignore_errors=True)
+
+
+def _warn_of_dense_layers(theirs: SavedAdapters) -> None:
+    """Warn where ``peft`` takes adapters of dense layers for those of experts: it reads each target
+    with the name of an expert's projection as the stacked experts (0.19 with transformers 5,
+    ``peft/utils/transformers_weight_conversion.py``).
+    """
+    is_stacked = {
+        layer: bool(parts[ALL_ROWS].num_experts) for layer, parts in theirs.layers.items()
+    }
+    dense = [
+        layer
+        for layer, stacked in is_stacked.items()
+        if not stacked and layer.rpartition(".")[2] in _EXPERT_PROJECTIONS
+    ]
+    if dense and any(is_stacked.values()):
+        warnings.warn(
+            f"peft with transformers 5 drops the adapters of {dense[0]} and {len(dense) - 1} "
+            "further dense layers when it loads this folder, since it takes their targets for "
+            "those of the stacked experts beside them. This package loads all of them. For peft, "
+            "vLLM and others, write a full model: megatron-lightning adapters merge.",
+            stacklevel=3,
+        )
 
 
 def config_of(theirs: SavedAdapters) -> dict[str, Any]:
@@ -282,6 +307,7 @@ def config_of(theirs: SavedAdapters) -> dict[str, Any]:
     }
 
 
+_EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _STACKED = ("gate_up_proj", "down_proj")
 """Parameters of a module of stacked experts, in the order of wrapping by ``peft``."""
 

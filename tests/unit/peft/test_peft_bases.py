@@ -308,6 +308,15 @@ def test_a_module_trained_in_full_has_no_adapters_inside(
     torch.testing.assert_close(_logits(merged, **inputs), logits, rtol=0, atol=1e-4)
 
 
+def test_dense_layers_beside_experts_are_named_where_stock_peft_drops_them(tmp_path: Path) -> None:
+    sizes = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.Qwen3MoeConfig(**SIZES, **sizes, head_dim=8, decoder_sparse_step=2)
+    model = transformers.Qwen3MoeForCausalLM(config)
+    LoRA(target_modules=["up_proj"], target_parameters=["experts.down_proj"]).apply(model)
+    with pytest.warns(UserWarning, match=r"layers\.0\.mlp\.up_proj .* adapters merge"):
+        save_adapters(model, tmp_path / "adapter")
+
+
 def test_a_new_head_trains_beside_adapters(tmp_path: Path) -> None:
     base = _base(tmp_path / "base")
     bridge = AutoBridge.from_hf_pretrained(
