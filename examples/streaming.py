@@ -1,7 +1,7 @@
-"""A GPT on samples that litData streams, stopped and resumed on another layout.
+"""A GPT on samples that litData streams, stopped and resumed.
 
     python examples/streaming.py --steps 6                 # TP 2 x PP 2
-    python examples/streaming.py --steps 12 --replicas 2   # resumes on 2 data-parallel ranks
+    python examples/streaming.py --steps 12                # resumes
 
 Needs litData (``pip install litdata``). The first run writes samples of 16 tokens to
 demo/stream. litData shards by processes; under tensor and pipeline parallelism several processes
