@@ -99,6 +99,7 @@ def _load(folder: str, tensor: int, pipeline: int) -> None:
         torch.testing.assert_close(copies["averaged"][name], parameter.detach() + 1, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("size", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_state_of_one_layout_is_read_by_another(size: tuple[int, int], tmp_path: Path) -> None:

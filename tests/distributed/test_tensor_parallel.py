@@ -321,6 +321,7 @@ def split_and_compiled() -> None:
             torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_puts_off_and_communicates_once() -> None:
     run_ranks(2, split_and_compiled)
 

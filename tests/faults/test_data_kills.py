@@ -115,6 +115,7 @@ def check_samples(folder: Path, runs: list[Run], steps: int) -> None:
     assert np.abs(counts - shares).max() <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("seed", "num_preprocess", "sizes"),

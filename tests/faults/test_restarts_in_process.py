@@ -44,6 +44,7 @@ def _assert_whole(ended: Ended, devices: int, first_losses: int = 1) -> None:
         assert {len(v) for v in values.values()} == {1}, values
 
 
+@pytest.mark.slow
 def test_a_run_starts_again_after_an_exception_of_any_rank(tmp_path: Path) -> None:
     ended = _run("popen", tmp_path, "0:1:5,1:0:7", 2)
     _assert_whole(ended, 2)

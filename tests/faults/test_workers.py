@@ -60,6 +60,7 @@ def test_workers_end_with_one_that_fails(
     assert not any(map(psutil.pid_exists, started(tmp_path)))
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     program = (
         "from tests.faults.test_workers import run_workers, work\nrun_workers(work, "

@@ -191,6 +191,7 @@ def _agrees(case: Case, values: list[float], plain: list[float]) -> bool:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]

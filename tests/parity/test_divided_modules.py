@@ -277,6 +277,7 @@ def _cases(world: int) -> list[Any]:
     return [*chosen, (_Recurrent, *WAYS[0]), (_Recurrent, *WAYS[2]), (_Albert, *WAYS[0])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_models_without_a_pipeline_equal_one_device(world: int) -> None:
     expected = run_ranks(1, _train_all, 1, [(kind, None, {}) for kind in KINDS])[0]

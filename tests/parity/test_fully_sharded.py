@@ -187,6 +187,7 @@ def test_fsdp_equals_one_device(world: int, longer: bool) -> None:
             assert rank[case[0]][1] == pytest.approx(norms, rel=RTOL), case[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "world", "names"),
     [
@@ -278,6 +279,7 @@ def _resumed(
     return [record.losses, record.norms], {**metrics, "again": again}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "world", "name"),
     [

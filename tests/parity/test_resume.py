@@ -274,6 +274,7 @@ def _load(layout: str, tied: bool, checkpoint: str, again: str, precision: str =
     return _fit(layout, tied, precision, checkpoint=checkpoint, again=f"{checkpoint}.{again}")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "ring",

@@ -86,6 +86,7 @@ def _singles(models: list[dict[str, Any]], precision: str) -> list[dict[str, Any
     return [_evaluate(model, None, 1, precision) for model in models]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "names", "precision"),
     [

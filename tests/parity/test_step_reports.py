@@ -374,6 +374,7 @@ def _on_two_stages(counts: str, with_losses: bool) -> dict[str, Any]:
     return {name: result[name] for name in ("norms", "logs")}
 
 
+@pytest.mark.slow
 def test_a_dict_with_items_is_too_late_for_losses_of_earlier_stages() -> None:
     with pytest.raises(AssertionError, match=r"'aux_loss', and .* a method num_items\(batch\)"):
         run_ranks(2, _on_two_stages, "dict", True)

@@ -91,6 +91,7 @@ def _check(found: Any, config: Any) -> None:
     assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "tp2" else pytest.mark.slow) for n in LAYOUTS]
 )

@@ -69,6 +69,7 @@ def test_make_and_pip() -> None:
         assert (ROOT / "constraints.txt").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # two processes import torch and Lightning; seconds on an idle machine
 def test_the_example_of_a_module_runs(tmp_path: Path) -> None:
     run = subprocess.run(

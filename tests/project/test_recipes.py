@@ -54,6 +54,7 @@ def test_a_recipe_fits_at_its_number_of_ranks(files: RecipeFiles) -> None:
         )
 
 
+@pytest.mark.slow
 def test_the_table_of_the_docs_is_what_is_planned() -> None:
     text = (DOCS / "recipes.md").read_text()
     assert text.endswith("\n".join(table()) + "\n"), "run: python benchmarks/recipe_table.py"

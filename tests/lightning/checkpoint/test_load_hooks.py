@@ -107,6 +107,7 @@ def _all_edited(layout: Layout, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.spread(1)
 @layouts(TP2_TOY, PP2, FSDP2)
 def test_hooks_see_and_change_the_state_of_one_device(layout: Layout, tmp_path: Path) -> None:

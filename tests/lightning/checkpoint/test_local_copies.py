@@ -235,6 +235,7 @@ def _failing(layout: Layout, folder: str, where: str, action: Any) -> dict[str, 
     return {"error": error, "warning": "".join(texts), "step": pointer.step if pointer else None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where", ["write_snapshot", pytest.param("write_file", marks=pytest.mark.slow)]
 )

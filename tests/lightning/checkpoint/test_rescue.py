@@ -136,6 +136,7 @@ def _rescued_from_the_background(layout: Layout, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_sigterm_while_a_save_is_written_in_the_background(tmp_path: Path) -> None:
     for rank in run(PP2_ASYNC, _rescued_from_the_background, tmp_path):
         assert rank.pop("running") == []

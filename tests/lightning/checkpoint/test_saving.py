@@ -296,6 +296,7 @@ def _saved_halfway(layout: Layout, folder: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_resharded_like_a_layout_each_rank_has_a_file(tmp_path: Path) -> None:
     """One rank's checkpoint, cut like one of 2 stages x 2 replicas, is in the files that those four
     would have written."""

@@ -115,6 +115,7 @@ def _codes(coded: bool, options: dict[str, Any], when: str) -> list[float] | str
     return record.losses
 
 
+@pytest.mark.slow
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("options", "when"),

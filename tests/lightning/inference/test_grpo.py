@@ -37,6 +37,7 @@ def test_the_reward_rises() -> None:
     assert found[0] < 0.15 < 0.75 < found[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["pipeline", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_rollouts_and_updates_on_two_ranks(axis: str) -> None:
     """The first updates give the texts, and so the rewards, of one process."""

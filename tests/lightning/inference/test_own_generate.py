@@ -140,6 +140,7 @@ def _fit(options: dict[str, Any]) -> Any:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "tp2" else pytest.mark.slow) for n in LAYOUTS]

@@ -132,6 +132,7 @@ def _masks(layout: dict[str, Any], targets: list[str]) -> dict[str, torch.Tensor
     return {**seen, "losses": torch.tensor(losses)}
 
 
+@pytest.mark.slow
 def test_dropout_draws_alike_for_equal_inputs_and_apart_for_shards() -> None:
     """Without sequence parallelism column-parallel layers see the same tokens on every rank, so
     that losses are those of one process; row-parallel layers see shards."""

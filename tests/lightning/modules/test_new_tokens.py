@@ -154,6 +154,7 @@ def _fine_tune(
     return first[0], record.losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_exported_folder_has_the_tokenizer_with_new_tokens(
     adapters: bool, tmp_path: Path

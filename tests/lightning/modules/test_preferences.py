@@ -78,6 +78,7 @@ def _scored(folder: str, options: dict[str, Any], name: str, size: int = 4) -> l
     return record.losses
 
 
+@pytest.mark.slow
 def test_scores_are_predicted_on_any_layout(tmp_path: Path) -> None:
     folder = _prepare(tmp_path)
     [expected] = run_ranks(1, _scored, folder, {}, "one")

@@ -159,6 +159,7 @@ def assert_equal_results(coded: Results, plain: Results) -> None:
     assert values == same
 
 
+@pytest.mark.slow
 @recipe_matrix(SCALINGS, LAYOUTS, fast=FAST)
 @pytest.mark.timeout(240)
 def test_codes_train_as_fp32_weights_do(scaling: str, case: str) -> None:
@@ -173,6 +174,7 @@ def _seen(case: Case, scaling: str) -> tuple[int, int, int]:
     return seen.num_codes, seen.num_weights, seen.gathered[-2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp2", pytest.param("fsdp2", marks=[pytest.mark.slow])])
 def test_ranks_gather_one_byte_a_weight(layout: str) -> None:
     """Of quantized layers; embeddings, norms, biases and the output layer are gathered in fp32, and

@@ -80,6 +80,7 @@ def _board(folder: Path) -> list[int]:
     return [event.step for event in board.Scalars("train_loss_step")]
 
 
+@pytest.mark.slow
 @layouts(PP2, slow=[ONE, DP2, TP2_PP2])
 def test_a_run_has_one_log_over_its_restarts(layout: Layout, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
@@ -204,6 +205,7 @@ def _step_sizes(layout: Layout, folder: str, fails_at: int) -> list[Any]:
     return [trainer.accumulate_grad_batches, trainer.strategy.consumed_samples, record.norms]
 
 
+@pytest.mark.slow
 def test_fewer_ranks_accumulate_more_batches(tmp_path: Path) -> None:
     whole, _ = run(DP2, _step_sizes, tmp_path / "whole", -1)
     run(DP2, _step_sizes, tmp_path, 2)

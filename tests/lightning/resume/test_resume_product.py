@@ -257,6 +257,7 @@ def test_any_three_choices_meet_in_a_case() -> None:
     assert len(USUAL) == len(DISTRIBUTED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
     [

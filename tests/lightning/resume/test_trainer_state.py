@@ -427,6 +427,7 @@ class _StopsAt(pl.Callback):
             raise KeyError("on purpose")
 
 
+@pytest.mark.slow
 def test_logs_of_every_hook_and_the_progress_of_every_loop(tmp_path: Path) -> None:
     """Of a run that fails in the middle of an epoch on all ranks, and of one that resumes from its
     checkpoint."""

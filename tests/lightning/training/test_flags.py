@@ -157,7 +157,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.spread(6)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("case", "layout"), SPREAD, ids=[f"{case}-{layout.name}" for case, layout in SPREAD]
 )

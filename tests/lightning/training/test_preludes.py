@@ -233,6 +233,7 @@ def _fit_all(pp: int, folder: str) -> list[Any]:
     return cases
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_steps_with_towers_equal_one_device(tmp_path: Path) -> None:
     ranks = run_ranks(2, _fit_all, 2, str(tmp_path), timeout_s=180)

@@ -103,6 +103,7 @@ def _means(ranks: list[list[float]]) -> list[float]:
     return [sum(step) / len(step) for step in zip(*ranks, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

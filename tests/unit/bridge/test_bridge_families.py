@@ -62,6 +62,7 @@ def _assert_close(ours: Tensor, theirs: Tensor) -> None:
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
+@pytest.mark.spread(20)
 @pytest.mark.parametrize(
     "name",
     [

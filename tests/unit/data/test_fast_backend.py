@@ -40,6 +40,7 @@ def written(prefix: str, **options: Any) -> list[bytes]:
     return [Path(f"{prefix}_text_document{suffix}").read_bytes() for suffix in suffixes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["huggingface", "json"])
 def test_the_same_bytes(kind: Any, folder: Path, lines: Path, tmp_path: Path) -> None:
     model: dict[str, Any] = {"tokenizer_type": kind, "tokenizer_model": str(folder)}

@@ -163,6 +163,7 @@ def test_selective_recomputation_keeps_what_is_left() -> None:
     assert saved["selective:core_attn,mlp,layernorm"] == layer - attention - 3 * inner - 2 * hidden
 
 
+@pytest.mark.slow
 def test_it_can_be_undone_copied_and_pickled() -> None:
     model = GPTModel(_config())
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}

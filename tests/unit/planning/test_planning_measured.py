@@ -178,6 +178,7 @@ def test_a_module_without_units_is_planned_as_a_whole(tmp_path: Path) -> None:
     assert found["errors"] == [] and found["stages"][0]["parameters"] == WIDTH * WIDTH
 
 
+@pytest.mark.slow
 def test_recomputation_and_tensor_parallelism_make_ranks_smaller(tmp_path: Path) -> None:
     def bytes_of(**strategy: Any) -> dict[str, float]:
         path = _file(tmp_path, MINE, micro_batch_size=8, sharding_plan="auto", **strategy)
@@ -221,6 +222,7 @@ def test_what_has_no_formula_is_refused(
     assert not is_valid and text in found
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_has_its_own_plan() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

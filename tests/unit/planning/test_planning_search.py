@@ -175,6 +175,7 @@ def test_a_replay_is_a_simulation(pp: int, vp: int, count: int) -> None:
     assert Replay(table).run_time(forward, backward, 0.4) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_search_lists_what_a_plan_of_its_options_says() -> None:
     recipe = "configs/llama3_8b.yaml"
     text, fits = plan(config=recipe, device="h100", search=True, json=True)

@@ -408,6 +408,7 @@ def test_a_history_of_the_same_tensors_gives_the_scales_of_current() -> None:
         torch.testing.assert_close(own.double(), expected, rtol=1e-6, atol=1e-6 * expected.max())
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_layer_has_histories_of_its_own() -> None:
     """Also in compiled graphs, which find a history by its number."""
     layer = nn.ModuleList([nn.Linear(8, 8)])
@@ -495,6 +496,7 @@ def test_a_frozen_weight_is_quantized_once(name: str) -> None:
     assert torch.equal(gemm.input_grad(gemm.operand(dy, "output_grad"), kept[1]), dx)
 
 
+@pytest.mark.slow
 @since("torch", "2.12", "torch 2.11 makes no graph of emulated layers (docs/fp8.md)")
 @pytest.mark.parametrize(
     "scaling",

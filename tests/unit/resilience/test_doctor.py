@@ -109,6 +109,7 @@ def test_checkpoints_are_compared_with_the_free_space(
     assert not is_well and "DO NOT FIT: keep fewer, or use another folder" in text
 
 
+@pytest.mark.slow
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_the_bytes_of_a_checkpoint_are_those_of_its_shards(tmp_path: Path, precision: Any) -> None:
