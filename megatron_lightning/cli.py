@@ -262,11 +262,27 @@ class _Option(NamedTuple):
     description: str | None
 
 
+def _groups(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the parameters whose fields are options like others: dataclasses that are not
+    keyword-only. A keyword-only one stays a group (``--moe.num_experts``).
+    """
+    hints = typing.get_type_hints(function)
+    return {
+        name: hints[name]
+        for name, parameter in inspect.signature(function).parameters.items()
+        if dataclasses.is_dataclass(hints[name]) and parameter.kind is not parameter.KEYWORD_ONLY
+    }
+
+
 def _options_of(function: Callable[..., Any]) -> Iterator[_Option]:
-    """Yield the options of a function. The fields of a dataclass are options like others."""
-    hints, described = typing.get_type_hints(function), _descriptions(function)
+    """Yield the options of a function, and of its groups."""
+    hints, described, groups = (
+        typing.get_type_hints(function),
+        _descriptions(function),
+        _groups(function),
+    )
     for name, parameter in inspect.signature(function).parameters.items():
-        if not dataclasses.is_dataclass(hints[name]):
+        if name not in groups:
             is_named = parameter.kind is parameter.KEYWORD_ONLY
             yield _Option(name, hints[name], parameter.default, is_named, described[name])
             continue
@@ -320,10 +336,9 @@ def _arguments(function: Callable[..., Any], settings: Namespace) -> dict[str, A
             takes_one = isinstance(option.hint, types.UnionType) and str in kinds
             value = value[0] if takes_one and len(value) == 1 else value
         values[option.name] = value
-    for name, group in typing.get_type_hints(function).items():
-        if isinstance(group, type) and dataclasses.is_dataclass(group):
-            names = [one.name for one in dataclasses.fields(group)]
-            values[name] = group(**{one: values.pop(one) for one in names})
+    for name, group in _groups(function).items():
+        names = [one.name for one in dataclasses.fields(group)]
+        values[name] = group(**{one: values.pop(one) for one in names})
     return values
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.data.run_data import RunData
@@ -40,7 +41,7 @@ class RunDataModule(RunData, pl.LightningDataModule):
 
     def _stage(self) -> str:
         stage = None if self.trainer is None else self.trainer.state.fn
-        return "fit" if stage is None else stage.value
+        return "fit" if stage is None else TrainerFn(stage).value
 
     def _consumed_samples(self) -> int | None:
         return getattr(self._strategy(), "consumed_samples", None)

@@ -123,8 +123,8 @@ def steps_as_on_gpus() -> None:
     """Keep the sequence shards of inputs only, which backward gathers again."""
     layers = "megatron_lightning.layers"
     with (
-        patch(f"{layers}.column_gemm.keeps_shard", return_value=True) as asked,
-        patch(f"{layers}.linear_loss.keeps_shard", return_value=True) as asked_for_losses,
+        patch(f"{layers}.linear.column_gemm.keeps_shard", return_value=True) as asked,
+        patch(f"{layers}.losses.linear_loss.keeps_shard", return_value=True) as asked_for_losses,
     ):
         several_steps(VARIANTS["llama"], True)
     # Two forwards in 3 steps; two such layers in each block, and the output, once for losses.

@@ -72,6 +72,6 @@ def formulas_of_graphs() -> Iterator[None]:
         vars(torch), compiler=SimpleNamespace(is_compiling=lambda: True)
     )  # fmt: skip
     with ExitStack() as stack:
-        for module in ("activation", "norm", "rotary"):
+        for module in ("activation", "norm", "attention.rotary"):
             stack.enter_context(patch(f"megatron_lightning.layers.{module}.torch", compiling))
         yield

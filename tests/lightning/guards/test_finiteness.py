@@ -194,9 +194,7 @@ def test_skip_leaves_the_step_out_on_all_ranks(
 
 
 def test_unknown_policy() -> None:
-    with pytest.raises(
-        ConfigError, match=r"non_finite is 'stop'. Set it to \"ignore\", \"raise\" or \"skip\""
-    ):
+    with pytest.raises(ConfigError, match=r"non_finite is 'stop', .* one of ignore, raise, skip"):
         MegatronStrategy(non_finite="stop")  # type: ignore[arg-type]
 
 
