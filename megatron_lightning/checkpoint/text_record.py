@@ -21,7 +21,6 @@ from functools import cached_property
 from typing import Any
 
 from megatron_lightning.checkpoint.kept_files import KeptFiles, read_kept_files
-from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.file_names import (
     CHAT_TEMPLATE,
@@ -121,6 +120,8 @@ def read_text_record(path: str | os.PathLike[str]) -> TextRecord | None:
     Raises:
         CheckpointError: If the checkpoint or the record is damaged.
     """
+    from megatron_lightning.checkpoint.source import open_checkpoint  # tools start without it
+
     return TextRecord.of_checkpoint(open_checkpoint(path).state(), str(path))
 
 

@@ -13,7 +13,7 @@ from megatron_lightning.doctor.folder import checkpoint_bytes, look_at
 from megatron_lightning.doctor.launch import run_on_ranks
 from megatron_lightning.doctor.links import measure_links
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.planning.mistakes import Errors
+from megatron_lightning.mistakes import Errors
 from megatron_lightning.planning.planned_run import MeasuredRecipe, PlannedRun, Recipe
 from megatron_lightning.recipe_reading.recipe_reader import read_recipe
 from megatron_lightning.resilience.launcher import find

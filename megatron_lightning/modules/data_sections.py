@@ -20,8 +20,8 @@ from jsonargparse import ArgumentParser
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.data.run_data import RunData
 from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.mistakes import Errors
 from megatron_lightning.modules.model_facts import ModelFacts, ModelFolder
-from megatron_lightning.planning.mistakes import Errors
 from megatron_lightning.recipe_reading.sections import read_sections
 
 _MODULES = "megatron_lightning.modules"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from megatron_lightning.mistakes import Errors
 from megatron_lightning.models.costs import multiply_adds
 from megatron_lightning.parallel.grid.grid import RankGrid
 from megatron_lightning.pipeline.schedules import ScheduleChoice, resolve
@@ -20,7 +21,6 @@ from megatron_lightning.planning.ledger.rank_parameters import (
     split_stages,
 )
 from megatron_lightning.planning.memory import Memory, RankMemory
-from megatron_lightning.planning.mistakes import Errors
 from megatron_lightning.planning.planned_run import MeasuredRecipe, PlannedRun, Recipe
 from megatron_lightning.planning.recipe_checks import check_sizes, recipe_memory
 from megatron_lightning.planning.search.devices import GIB, PlannedDevice, advice

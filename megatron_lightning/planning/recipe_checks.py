@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_lightning import rules
+from megatron_lightning.mistakes import Errors
 from megatron_lightning.parallel.grid.grid import RankGrid
 from megatron_lightning.pipeline.schedules.actions import Schedule
 from megatron_lightning.planning.ledger.layer_tapes import Sizes
 from megatron_lightning.planning.ledger.precision_bytes import precision_of
 from megatron_lightning.planning.memory import Memory, Training, count_memory
-from megatron_lightning.planning.mistakes import Errors
 from megatron_lightning.planning.planned_run import Recipe
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from jsonargparse import ArgumentParser
 
-from megatron_lightning.planning.mistakes import Errors
+from megatron_lightning.mistakes import Errors
 
 T = TypeVar("T")
 

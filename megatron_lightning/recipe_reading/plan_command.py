@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.planning.mistakes import Errors
+from megatron_lightning.mistakes import Errors
 from megatron_lightning.planning.plan_report import describe, describe_fit, report_text
 from megatron_lightning.planning.planned_run import MeasuredRecipe, PlannedRun, Recipe
 from megatron_lightning.planning.search.devices import PlannedDevice, planned_device

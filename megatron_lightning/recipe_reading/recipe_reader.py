@@ -18,11 +18,11 @@ from megatron_lightning.config import (
 )
 from megatron_lightning.config.global_batch import replica_batch_size
 from megatron_lightning.config.value_checks import is_count
+from megatron_lightning.mistakes import Errors
 from megatron_lightning.models.measured import MeasuredModel
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.planning.ledger.adapter_memory import AdapterSizes
 from megatron_lightning.planning.ledger.precision_bytes import precision_of
-from megatron_lightning.planning.mistakes import Errors
 from megatron_lightning.planning.planned_run import MeasuredRecipe, Recipe
 from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.recipe_reading.groups import read_group, read_object, read_section

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from megatron_lightning.planning.mistakes import Errors
+from megatron_lightning.mistakes import Errors
 
 
 class _Loader(yaml.SafeLoader):

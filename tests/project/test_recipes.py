@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.recipe_table import RecipeFiles, described, recipes, table
 from megatron_lightning.cli import main, trainer_cli
+from megatron_lightning.mistakes import Errors
 from megatron_lightning.models import num_parameters
-from megatron_lightning.planning.mistakes import Errors
 from megatron_lightning.planning.search.devices import planned_device
 from megatron_lightning.recipe_reading import recipe_files
 from megatron_lightning.recipe_reading.recipe_reader import read_recipe

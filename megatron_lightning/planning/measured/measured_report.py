@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_lightning.mistakes import Errors
 from megatron_lightning.pipeline.schedules import ScheduleChoice, resolve
 from megatron_lightning.pipeline.schedules.actions import Schedule
 from megatron_lightning.planning.bubble import describe_bubble
@@ -15,7 +16,6 @@ from megatron_lightning.planning.measured.measured_layout import (
     operations,
 )
 from megatron_lightning.planning.memory import Memory
-from megatron_lightning.planning.mistakes import Errors
 from megatron_lightning.planning.planned_run import MeasuredRecipe
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from megatron_lightning.config import DataParallelOptions, PipelineOptions, RecomputeOptions
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.mistakes import Errors
 from megatron_lightning.models.blueprint import LAYER
 from megatron_lightning.models.costs import pipeline_units
 from megatron_lightning.parallel.grid.grid import RankGrid
@@ -23,7 +24,6 @@ from megatron_lightning.planning.ledger.activation_memory import stage_profile
 from megatron_lightning.planning.ledger.precision_bytes import precision_of
 from megatron_lightning.planning.ledger.rank_parameters import split_stages
 from megatron_lightning.planning.memory import Memory
-from megatron_lightning.planning.mistakes import Errors
 from megatron_lightning.planning.planned_run import PlannedRun, Recipe
 from megatron_lightning.planning.recipe_checks import (
     check_sizes,

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from megatron_lightning.assembly.measure import MeasuredModule
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.mistakes import Errors
 from megatron_lightning.models import GPTModel
 from megatron_lightning.planning import flops
 from megatron_lightning.planning.measured.measured_layout import MeasuredLayout, check_measured
-from megatron_lightning.planning.mistakes import Errors
 from megatron_lightning.planning.planned_run import MeasuredRecipe
 from megatron_lightning.recipe_reading.plan_command import plan
 from megatron_lightning.recipe_reading.recipe_reader import read_recipe

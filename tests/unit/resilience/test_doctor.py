@@ -22,8 +22,8 @@ from megatron_lightning.cli import main
 from megatron_lightning.doctor.command import _link_text, doctor
 from megatron_lightning.doctor.folder import checkpoint_bytes, look_at
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.mistakes import Errors
 from megatron_lightning.modules import GPTLightningModule, PretrainDataModule
-from megatron_lightning.planning.mistakes import Errors
 from megatron_lightning.planning.planned_run import Recipe
 from megatron_lightning.recipe_reading.recipe_reader import read_recipe
 from megatron_lightning.strategies import MegatronStrategy
