@@ -121,9 +121,19 @@ class SharedRows:
                 f"{name} was called with {unknown[0]}, and ranks that share its rows know "
                 f"{', '.join(_ROWS)} alone. Leave it out, or set context_parallel_size to 1."
             )
+        part_length = length // self.group.size
         for key in _ROWS:
             value = given.get(key)
-            if isinstance(value, Tensor) and value.shape[1] == length // self.group.size:
+            if value is None:
+                continue
+            columns = value.shape[1] if isinstance(value, Tensor) and value.ndim > 1 else None
+            if columns not in (length, part_length):
+                raise ConfigError(
+                    f"{name} was called with {key} of {columns} columns, and rows have {length} "
+                    f"positions, {part_length} on a rank. Declare the entry of the batch that it "
+                    "comes from in sequence_dims, and do not cut sequences in the step."
+                )
+            if columns == part_length:
                 given[key] = full_rows(value, self.group, 1)
         mask, positions = given.pop(_MASK, None), given.pop(_POSITIONS, None)
         if mask is not None and not bool(mask.all()):

@@ -186,6 +186,7 @@ class Probe:
         full_output = call.module.forward(*args, **kwargs)
         # Full rows are what the block has from its caller; hidden states are divided before it.
         if not self._mixes(call.module, values, hidden, places.dims[hidden[0]], full_output):
+            _check_weights(call.module, call.path, full_output)
             return None
         block = call if call.is_block else self._stack[-1]
         full = {place: id(x) for place, x in tensors(values) if id(x) in block.from_outside}
@@ -248,6 +249,29 @@ class Probe:
             if place in known.outputs.dims and tensor.is_floating_point()
         ]
         return bool(compared) and all(compared)
+
+
+def _check_weights(module: nn.Module, path: str, output: Any) -> None:
+    """Check that no weights of zeros hide whether a module mixes tokens. Biases add the same to
+    each token, and adapters, which begin with zeros, change layers that treat each token alone.
+
+    Raises:
+        ConfigError: If there are weights of zeros, or outputs of zeros.
+    """
+    zeros = []
+    for name, weight in module.named_parameters():
+        is_free = "bias" in name or "adapters." in name or "lora_" in name
+        # A norm may store its weights less one, in one dim.
+        if weight.ndim > 1 and weight.is_floating_point() and not is_free and not weight.any():
+            zeros.append(name)
+    if any(True for _ in module.parameters()) and not any(x.any() for _, x in tensors(output)):
+        zeros.append("outputs")
+    if zeros:
+        raise ConfigError(
+            f"{path} (a {type(module).__name__}) has {zeros[0]} of zeros, with which nothing shows "
+            "whether it mixes the tokens of a row, and ranks that share sequences must know. Begin "
+            "with other weights, such as small random ones, or set context_parallel_size to 1."
+        )
 
 
 def is_close(found: Tensor | None, expected: Tensor) -> bool:

@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from torch import Tensor, nn
 
-from megatron_lightning.config import ContextOptions
+from megatron_lightning.config import ContextOptions, RecomputeOptions
 from megatron_lightning.errors import MegatronLightningError
 from megatron_lightning.layers.shared_rows import mixers
 from tests.lightning.support import Layout, layouts, make_layout, run, single
 from tests.lightning.training.test_context_transformers import (
     CP2,
     CP2_DP2,
+    CP2_EP2,
     CP2_FSDP,
     CP2_PP2,
     CP2_TP2,
@@ -31,6 +33,7 @@ from tests.lightning.training.test_context_transformers import (
     Packed,
     _fit,
     _loader,
+    _predict,
 )
 
 CP2_SP = make_layout(
@@ -39,6 +42,16 @@ CP2_SP = make_layout(
 CP2_DIVIDED = make_layout(
     "cp2-divided", 2, 1, context_parallel_size=2, context_options=ContextOptions(mixers="divided")
 )
+CP2_RECOMPUTED = make_layout(
+    "cp2-recomputed",
+    2,
+    1,
+    context_parallel_size=2,
+    recompute=RecomputeOptions(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    ),
+)
+CP2_UNGUARDED = make_layout("cp2-unguarded", 2, 1, context_parallel_size=2, guards="ignore")
 CP2_COMPILED = make_layout("cp2-compiled", 2, 1, context_parallel_size=2, compile="block")
 
 
@@ -87,12 +100,12 @@ def _assert_equal(ranks: Any, make: Callable[[], nn.Module]) -> None:
     assert [rank[1] for rank in ranks] == pytest.approx([value] * len(ranks), rel=1e-5)
 
 
-@layouts(CP2, slow=[CP4, CP2_DP2, CP2_FSDP, CP2_TP2])
+@layouts(CP2, slow=[CP4, CP2_DP2, CP2_FSDP, CP2_TP2, CP2_EP2, CP2_RECOMPUTED])
 def test_sinks_and_windows(layout: Layout, tmp_path: Path) -> None:
     _assert_equal(run(layout, _fit, tmp_path, _gpt_oss), _gpt_oss)
 
 
-@layouts(CP2, slow=[CP4, CP2_DP2, CP2_FSDP])
+@layouts(CP2, slow=[CP4, CP2_DP2, CP2_FSDP, CP2_RECOMPUTED])
 def test_linear_attention(layout: Layout, tmp_path: Path) -> None:
     _assert_equal(run(layout, _fit, tmp_path, _qwen3_5), _qwen3_5)
 
@@ -102,6 +115,14 @@ def test_linear_attention(layout: Layout, tmp_path: Path) -> None:
 @layouts(CP2, CP2_FSDP)
 def test_other_families(layout: Layout, name: str, tmp_path: Path) -> None:
     _assert_equal(run(layout, _fit, tmp_path, MODELS[name]), MODELS[name])
+
+
+@pytest.mark.slow
+def test_predictions_are_full_sequences_in_order(tmp_path: Path) -> None:
+    expected = single(_predict, _qwen3_5)
+    for rank in run(CP2, _predict, tmp_path, _qwen3_5):
+        assert rank["logits"] == pytest.approx(expected["logits"], rel=1e-4, abs=1e-5)
+        assert torch.equal(rank["rows"], expected["rows"])
 
 
 # ----------------------------------------------------------------------------------------- refusals
@@ -124,10 +145,28 @@ class _Positions(Packed):
     """Documents within a row."""
 
 
+class _Crops(Module):
+    """Calls the model with fewer tokens than the rank's part, which no guard looks for."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.model(batch["input_ids"][:, :-2]).logits
+        targets = batch["targets"][:, :-2]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _zero_outputs() -> nn.Module:
+    """Attention begins as nothing, as in models that start training so."""
+    model: Any = _qwen3_5()
+    nn.init.zeros_(model.model.layers[0].linear_attn.out_proj.weight)
+    return model
+
+
 CASES: dict[str, tuple[Layout, type[Module], Callable[[], nn.Module], str]] = {
     "pipeline": (CP2_PP2, Module, _gpt_oss, "pipeline_model_parallel_size is 2"),
     "sequence parallel": (CP2_SP, Module, _gpt_oss, "sequence_parallel|gathers its output"),
     "divided": (CP2_DIVIDED, Module, _qwen3_5, r"linear_attn .* cannot share it \(rows"),
+    "cropped rows": (CP2_UNGUARDED, _Crops, _gpt_oss, "input_ids of 6 columns, .* 16 .* 8"),
+    "weights of zeros": (CP2, Module, _zero_outputs, r"linear_attn.*out_proj.weight of zeros"),
     "compiled": (CP2_COMPILED, Module, _gpt_oss, "makes? no graph"),
     "mask": (CP2, Hides, _gpt_oss, "attention_mask hides positions"),
     "documents": (CP2, _Positions, _gpt_oss, "position_ids that begin documents"),
