@@ -37,7 +37,7 @@ class Case(NamedTuple):
     """Below ``tests/``, with its case in brackets. A module that was not collected: the file."""
     outcome: str
     skip: str
-    """What a skipped test says."""
+    """Reason of a skip. Empty: the test ran."""
     facts: Mapping[str, str]
     """Properties of the test: fields of :class:`Outcome`."""
 

@@ -231,7 +231,7 @@ class Notes:
 
 
 class Records(NamedTuple):
-    """What was measured, for the cells of the page."""
+    """Measured outcomes for the cells of the page."""
 
     slices: Mapping[str, Outcome]
     """Test -> outcome on CPU processes."""

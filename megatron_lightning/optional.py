@@ -29,7 +29,7 @@ EXTRAS: Mapping[str, str] = types.MappingProxyType(
 """Package -> extra of ``pip install 'megatron_lightning[extra]'``. Packages without an extra are
 installed by their name."""
 HF_FOLDER = "a folder of Hugging Face"
-"""What needs the packages of the extra ``hf``, at the beginning of a message."""
+"""First words of a message about the packages of the extra ``hf``."""
 
 
 class MissingPackageError(ConfigError, ImportError):

@@ -66,7 +66,7 @@ class KernelForm:
 
     @property
     def _beyond_torch(self) -> list[str]:
-        """What torch's function lacks, by the options' names."""
+        """Features that torch's function lacks, by the options' names."""
         present = {
             f"window_size=({self.window}, 0)": self.window is not None,
             f"attn_logit_softcapping={self.softcap}": self.softcap is not None,

@@ -20,9 +20,7 @@ _HOOKS = (
 
 
 def watch_hooks(scope: RunContext, participants: Participants) -> None:
-    """Let the participants enter around every hook of the user in this run, if any participant
-    asks for hooks.
-    """
+    """Enter the participants around every hook of the user in this run, if one asks for hooks."""
     if not participants.overrides("user_code"):
         return
     num_calls: dict[tuple[int, str], int] = {}

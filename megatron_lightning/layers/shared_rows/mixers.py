@@ -36,7 +36,7 @@ def full_rows(part: Tensor, group: AxisGroup, dim: int) -> Tensor:
 
 
 class Arguments(NamedTuple):
-    """What is known of the calls of a module that mixes tokens."""
+    """Arguments and outputs of a module that mixes tokens."""
 
     inputs: Places
     outputs: Places

@@ -52,7 +52,7 @@ class _Mixer:
 
 @dataclass
 class Block:
-    """What is divided before a block."""
+    """Arguments of a block that are divided before it."""
 
     path: str
     divided: dict[str, int]
@@ -63,7 +63,7 @@ class Block:
 
 @dataclass
 class Findings:
-    """What mixes tokens in a model, by path."""
+    """Blocks of a model, and the modules in them that mix tokens."""
 
     blocks: list[Block] = field(default_factory=list)
     mixers: dict[str, SharedMixer] = field(default_factory=dict)

@@ -1,1 +1,1 @@
-"""What layers keep: keys and states of generated text, recomputed and offloaded activations."""
+"""Kept tensors of layers: keys and states of generated text, recomputed and offloaded activations."""
