@@ -1,1 +1,1 @@
-"""Kept tensors of layers: keys and states of generated text, recomputed and offloaded activations."""
+"""Keys and states of generated text, and recomputed and offloaded activations of layers."""
