@@ -44,7 +44,7 @@ class LocalAttention:
         form = KernelForm(
             device=q.device.type,
             dtype=str(q.dtype).removeprefix("torch."),
-            trained=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad),
+            trained=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
             window=sequence.window,
             softcap=softcap,
             has_sinks=sink is not None,

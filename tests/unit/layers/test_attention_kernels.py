@@ -17,9 +17,11 @@ from megatron_lightning.config import attention_kernels as table
 from megatron_lightning.config.attention_kernels import KERNELS, KernelForm, choose_kernel
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.attention.attention_backend import chosen_backend
+from megatron_lightning.layers.attention.sequence_info import SequenceInfo
 from megatron_lightning.layers.context import chunked_kernel
 from megatron_lightning.layers.context.kernel_choice import BLOCK_KERNELS, kernel_for
 from megatron_lightning.layers.context.kernels import PlainProducts
+from megatron_lightning.layers.context.local import LocalAttention
 from megatron_lightning.rules import check_attention_backend
 from tests.helpers.attention_forms import complaint, computed, forms, inputs_of
 from tests.helpers.layouts import tiny_config
@@ -114,6 +116,16 @@ def test_the_reference_kernel_has_gradients_of_its_forward() -> None:
     form = KernelForm(device="cpu", dtype="float64", window=4, softcap=1.3)
     for found, expected in zip(computed("chunked", form), computed("math", form), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("trained", range(3), ids=["queries", "keys", "values"])
+def test_flex_attention_drops_no_gradient_on_a_cpu(trained: int) -> None:
+    """Also not that of adapters of values over frozen queries and keys."""
+    inputs = [torch.randn(1, 2, 8, 4) for _ in range(3)]
+    inputs[trained].requires_grad_()
+    with pytest.raises(ConfigError, match="flex has no backward on a CPU"):
+        LocalAttention()(*inputs, SequenceInfo(window=3), 0.5, backend="flex")
 
 
 def test_flex_attention_trains_on_gpus_only() -> None:
