@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentError
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -56,18 +56,14 @@ def read_group(kind: type[T], given: Any, path: str, errors: Errors) -> T | None
         errors.add(f"{path} is {given!r}, which is no group of options. Write each under it.")
         return None
     _, values = read_object(given, path, errors)
+    options = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    is_complete = _check_names(options, values, path, errors)
     hints = get_type_hints(kind)
-    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     arguments: dict[str, Any] = {}
     refused: dict[str, str] = {}
-    for name, value in values.items():
-        if name not in known:
-            nearest = get_close_matches(name, known, n=1)
-            meant = f" Did you mean {nearest[0]!r}?" if nearest else ""
-            errors.add(f"{path} has no option {name!r}.{meant}")
-            continue
-        group, is_word_too = _group_in(hints[name])
-        if group is not None and (isinstance(value, dict) or not (is_word_too or value is None)):
+    for name in filter(options.get, values):
+        value, group = values[name], _group_of(hints[name], values[name])
+        if group is not None:
             made_group = read_group(group, value, f"{path}.{name}", errors)
             arguments |= {} if made_group is None else {name: made_group}
             continue
@@ -75,31 +71,43 @@ def read_group(kind: type[T], given: Any, path: str, errors: Errors) -> T | None
             arguments[name] = _parsed(name, hints[name], value)
         except ArgumentError:
             arguments[name] = value  # the class may have better words
-            refused[name] = f"{path}.{name} is {value!r}, which is no {known[name].type}."
-    missing = [
-        name
-        for name, field in known.items()
-        if name not in values and field.default is field.default_factory is MISSING
-    ]
-    if missing:
-        errors.add(f"{path} lacks {', '.join(missing)}. Set {'them' if missing[1:] else 'it'}.")
+            refused[name] = f"{path}.{name} is {value!r}, which is no {options[name].type}."
+    if not is_complete:
         return None
     num_errors = len(errors.found)
     made = errors.attempt(kind, **arguments)
-    new = errors.found[num_errors:]
+    said = errors.found[num_errors:]
     for name, message in refused.items():
-        if not any(name in one for one in new):
+        if not any(name in one for one in said):
             errors.add(message)
     return made
 
 
-def _group_in(hint: Any) -> tuple[type[Any] | None, bool]:
-    """Return the dataclass in the type of an option, and whether a word is fine, too. None: the
-    option has a plain value.
+def _check_names(
+    options: Mapping[str, Field[Any]], values: Mapping[str, Any], path: str, errors: Errors
+) -> bool:
+    """Record names that are no options. Return whether all options without a default are set."""
+    for name in [name for name in values if name not in options]:
+        nearest = get_close_matches(name, options, n=1)
+        meant = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        errors.add(f"{path} has no option {name!r}.{meant}")
+    needed = [
+        name for name, one in options.items() if one.default is one.default_factory is MISSING
+    ]
+    missing = [name for name in needed if name not in values]
+    if missing:
+        errors.add(f"{path} lacks {', '.join(missing)}. Set {'them' if missing[1:] else 'it'}.")
+    return not missing
+
+
+def _group_of(hint: Any, value: Any) -> type[Any] | None:
+    """Return the dataclass that reads the value of an option. None: the value is plain, or a word
+    where a word is fine, too.
     """
     kinds = [one for one in (get_args(hint) or (hint,)) if one is not NoneType]
     group = next((one for one in kinds if isinstance(one, type) and is_dataclass(one)), None)
-    return group, len(kinds) > 1
+    is_plain = not isinstance(value, dict) and (len(kinds) > 1 or value is None)
+    return None if is_plain else group
 
 
 def _parsed(name: str, hint: Any, value: Any) -> Any:

@@ -4,24 +4,18 @@ options go to the arguments of the named class. No torch here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import get_loader
 
 from megatron_lightning.mistakes import Errors
 
-
-class _Loader(yaml.SafeLoader):
-    """YAML that reads 1e-3 as a number, like LightningCLI."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+_read_yaml = get_loader("yaml")
+"""LightningCLI's: 1e-3 is a number, and a date is text."""
 
 
 def read_sections(
@@ -41,7 +35,7 @@ def read_sections(
 
 def _load(path: str, errors: Errors) -> Mapping[str, Any] | None:
     try:
-        sections = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        sections = _read_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         errors.add(f"--config {path} cannot be read: {' '.join(str(error).split())}.")
         return None
@@ -55,7 +49,7 @@ def _nested(override: str) -> Mapping[str, Any]:
     """Return {a: {b: value}} of "a.b=value", the value read as YAML."""
     name, _, text = override.partition("=")
     try:
-        value = yaml.load(text, _Loader)
+        value = _read_yaml(text)
     except yaml.YAMLError:
         value = text
     for key in reversed(name.split(".")):

@@ -288,6 +288,7 @@ def test_merged_sections() -> None:
     assert _merged(files, {"a": {"class_path": "B"}}) == {"a": {"class_path": "B"}}
     assert _merged(files, {"a": None}) == {"a": None}
     assert _nested("a.b=[1, 2]") == {"a": {"b": [1, 2]}} and _nested("a=: [") == {"a": ": ["}
+    assert _nested("a=2026-01-01") == {"a": "2026-01-01"}  # text, as for fit
     # Arguments of a class that an option names, and of the last object of a list.
     named = _merged({"a": "A"}, {"a": {"x": 1}})
     assert named == {"a": {"class_path": "A", "init_args": {"x": 1}}}
