@@ -4,15 +4,43 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.losses.local_logits import local_logits, output_layer
 from megatron_lightning.layers.losses.loss import CrossEntropy, Vocabulary, losses_of
 from megatron_lightning.models.awaited_losses import awaited_losses
 from megatron_lightning.models.router_loss import router_loss
 from megatron_lightning.models.transformer import GPTModel
+
+_TEMPERATURE = "_loss_temperature"
+"""Attribute of a model of ``transformers``."""
+
+
+def set_temperature(model: nn.Module, temperature: float) -> None:
+    """Divide the logits of all later token losses of a model by ``temperature``, as a sampler does.
+    Logits that the model returns stay as they are.
+
+    Raises:
+        ConfigError: If a ``GPTModel`` has another loss than ours.
+    """
+    if not isinstance(model, GPTModel):
+        vars(model)[_TEMPERATURE] = temperature
+    elif isinstance(model.loss, CrossEntropy):
+        model.loss.temperature = temperature
+    elif temperature != 1.0:
+        raise ConfigError(
+            f"temperature is {temperature}, and the loss of the model is a "
+            f"{type(model.loss).__name__}, which divides no logits. Set temperature to 1."
+        )
+
+
+def _temperature_of(model: nn.Module) -> float:
+    temperature: float = vars(model).get(_TEMPERATURE, 1.0)
+    return temperature
 
 
 def vocabulary_size(model: nn.Module) -> int:
@@ -42,13 +70,15 @@ def losses_and_router_loss(
     """
     if isinstance(model, GPTModel):
         return model(tokens, labels, **inputs), None
-    with awaited_losses(model, labels, CrossEntropy()) as awaited:
+    loss = CrossEntropy(temperature=_temperature_of(model))
+    with awaited_losses(model, labels, loss) as awaited:
         if awaited.is_awaited:
             output = _call(model, tokens, inputs)
             losses = awaited.of(output.logits)
             return losses, router_loss(model, output, tokens, inputs.get("padding"))
     with local_logits(model) as vocabulary:
         output = _call(model, tokens, inputs)
+    vocabulary = replace(vocabulary, temperature=_temperature_of(model))
     losses = losses_of(output.logits, labels, vocabulary)
     return losses, router_loss(model, output, tokens, inputs.get("padding"))
 
@@ -66,7 +96,7 @@ def token_logits(model: nn.Module, tokens: Tensor, **inputs: Any) -> tuple[Tenso
             logits: Tensor = model(tokens, **inputs)
         else:
             logits = _call(model, tokens, inputs).logits
-    return logits, vocabulary
+    return logits, replace(vocabulary, temperature=_temperature_of(model))
 
 
 def _call(model: nn.Module, tokens: Tensor, inputs: dict[str, Tensor]) -> Any:

@@ -78,6 +78,8 @@ class Request:
     """Recorded experts of the tokens [tokens, m, k]. None: routes are not recorded."""
     drafts: Sequence[int] = ()
     """Tokens proposed behind the text. The next step verifies them."""
+    end: tuple[int, float] | None = None
+    """The end token chosen behind the text, and its log-probability. None: there is none."""
     reason: str | None = None
     """Reason for the end of the text: stop, length, abort or :data:`NOT_FINITE`. None: the text
     has not ended."""
@@ -160,7 +162,7 @@ class Request:
 
     def _append(self, token: int, best_logprob: float) -> None:
         if token in self.stops:
-            self.logprobs.pop()
+            self.end = (token, self.logprobs.pop())
             self.reason = "stop"
             return
         self.best.append((token, best_logprob))

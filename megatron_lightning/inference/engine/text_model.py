@@ -30,15 +30,28 @@ class Completion:
     """A text continued by a model."""
 
     tokens: list[int]
-    """New tokens, without the end token."""
+    """New tokens, without the end token. Tokens of a stop string are among them."""
     logprobs: list[float]
     """Log-probability of each new token: of the logits divided by the temperature, before top-k and
     top-p."""
     reason: str
     """Why the text ended: ``stop`` (an end token or a stop string) or ``length``."""
+    end: tuple[int, float] | None = field(default=None, compare=False)
+    """The end token chosen behind ``tokens``, and its log-probability. None: the text ended
+    otherwise."""
     routes: torch.Tensor | None = field(default=None, compare=False)
     """[t, m, k] int32 experts of each token of prompt and text in each of the model's m layers of
     experts. -1 for a last token not read by the model. None: routes are not recorded."""
+
+    @property
+    def sampled_tokens(self) -> list[int]:
+        """All tokens that the model chose, the end token included: what a policy trains."""
+        return self.tokens if self.end is None else [*self.tokens, self.end[0]]
+
+    @property
+    def sampled_logprobs(self) -> list[float]:
+        """Log-probability of each of :attr:`sampled_tokens`."""
+        return self.logprobs if self.end is None else [*self.logprobs, self.end[1]]
 
 
 @dataclass(frozen=True)
@@ -187,7 +200,11 @@ def _check_finite(requests: Sequence[Request]) -> None:
 def _completion_of(request: Request) -> Completion:
     """Return the text of an ended request."""
     return Completion(
-        request.new_tokens, request.logprobs, request.reason or "length", request.routes
+        request.new_tokens,
+        request.logprobs,
+        request.reason or "length",
+        request.end,
+        request.routes,
     )
 
 

@@ -94,7 +94,8 @@ class Head:
         if not self._runs_kernel(logits):
             return vocabulary.terms(logits, ids)
         smoothed = bool(vocabulary.label_smoothing)
-        return kernel(loss_terms)(logits, ids, smoothed, vocabulary.softcap)
+        options = (smoothed, vocabulary.softcap, vocabulary.temperature)
+        return kernel(loss_terms)(logits, ids, *options)
 
     def logits_grad(
         self, grad: Tensor, logits: Tensor, targets: Targets, own: Tensor, normalizer: Tensor
@@ -106,7 +107,8 @@ class Head:
         if not self._runs_kernel(logits):
             return vocabulary.logits_grad(grad, logits, targets, own, normalizer)
         factors = vocabulary.factors(grad, targets, own, normalizer)
-        return kernel(loss_gradient)(logits, targets.ids, own, factors, vocabulary.softcap)
+        options = (factors, vocabulary.softcap, vocabulary.temperature)
+        return kernel(loss_gradient)(logits, targets.ids, own, *options)
 
     def _runs_kernel(self, logits: Tensor) -> bool:
         return self.compiles and logits.is_cuda

@@ -8,7 +8,8 @@ With x the logits of a token, t the target, and sums over the vocabulary of v en
     d x_i  = (1 + 2 z lse) exp(x_i - lse) - (1 - e) [i = t] - e / v
 
 where e is the label smoothing, as in ``F.cross_entropy``, and z the weight of the z-loss (PaLM,
-https://arxiv.org/abs/2204.02311, section 5). The z-loss keeps lse near 0. The parallel form follows
+https://arxiv.org/abs/2204.02311, section 5). The z-loss keeps lse near 0. With a temperature, x are
+the logits divided by it, as a sampler divides them. The parallel form follows
 Megatron-LM (https://arxiv.org/abs/1909.08053, section 3): each rank reduces its part of the
 vocabulary to a few numbers a token, and the tensor-parallel ranks combine the numbers. All
 arithmetic is in fp32 (fp64 for logits of fp64). Backward keeps the logits in their original dtype
@@ -43,6 +44,7 @@ class CrossEntropy(nn.Module):
         label_smoothing: Probability moved from the target to all entries.
         z_loss: Weight of the squared log-sum-exp added to the loss.
         softcap: Logits x become softcap tanh(x / softcap) first. None: unchanged.
+        temperature: Divisor of the logits, behind the cap.
     """
 
     def __init__(
@@ -52,24 +54,33 @@ class CrossEntropy(nn.Module):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         softcap: float | None = None,
+        temperature: float = 1.0,
     ) -> None:
         super().__init__()
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
         self.softcap = softcap
+        self.temperature = temperature
 
     def vocabulary(self, size: int, group: AxisGroup | None = None) -> Vocabulary:
         """Return how losses over ``size`` entries are computed on this rank.
 
         ``group``: Ranks that share the entries. None: the ranks of the loss, here this rank alone.
         """
-        options = (self.ignore_index, self.label_smoothing, self.z_loss, self.softcap)
-        return Vocabulary(group or ALONE, size, *options)
+        return Vocabulary(
+            group or ALONE,
+            size,
+            self.ignore_index,
+            self.label_smoothing,
+            self.z_loss,
+            self.softcap,
+            self.temperature,
+        )
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return losses [...] of ``logits`` [..., v] for ``targets`` [...]."""
-        flat = capped(logits.float().flatten(0, -2), self.softcap)
+        flat = scaled(logits.float().flatten(0, -2), self.softcap, self.temperature)
         losses = F.cross_entropy(
             flat,
             targets.flatten(),
@@ -192,6 +203,7 @@ class Vocabulary:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float | None = None
+    temperature: float = 1.0
 
     @property
     def start(self) -> int:
@@ -212,8 +224,7 @@ class Vocabulary:
         The other terms are relative to the log-sum-exp: the logit of ``targets`` [n] and, for
         smoothed labels, the sum of all logits.
         """
-        if self.softcap is not None:
-            logits = capped(logits.to(_wide(logits.dtype)), self.softcap)
+        logits = self._scaled(logits)
         log_p = logits.log_softmax(-1, dtype=_wide(logits.dtype))
         # Subtract maxima, not any two entries. Entries may be far larger than the difference.
         terms = [logits.amax(-1) - log_p.amax(-1), log_p.gather(-1, targets[:, None]).squeeze(-1)]
@@ -251,16 +262,19 @@ class Vocabulary:
             normalizer: Log-sum-exp over the full vocabulary [n].
         """
         factors = self.factors(grad, targets, own, normalizer)
-        slope = None
-        if self.softcap is not None:
-            logits = capped(logits.to(_wide(logits.dtype)), self.softcap)
-            slope = 1.0 - (logits / self.softcap).square_()
+        logits = self._scaled(logits)
+        slope = slope_of(logits, self.softcap, self.temperature)
         # In place from here on: a temporary would be as large as the logits.
         grad_logits = logits.softmax(-1, dtype=_wide(logits.dtype)).mul_(factors.softmax[:, None])
         grad_logits.scatter_add_(-1, targets.ids[:, None], factors.target[:, None])
         if factors.every is not None:
             grad_logits.sub_(factors.every[:, None])
         return grad_logits if slope is None else grad_logits.mul_(slope)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        if self.softcap is None and self.temperature == 1.0:
+            return logits
+        return scaled(logits.to(_wide(logits.dtype)), self.softcap, self.temperature)
 
     def factors(self, grad: Tensor, targets: Targets, own: Tensor, normalizer: Tensor) -> Factors:
         """Return the numbers of the gradient of the tokens' logits.
@@ -285,6 +299,19 @@ class Vocabulary:
 def capped(x: Tensor, softcap: float | None) -> Tensor:
     """Return softcap tanh(x / softcap), or ``x`` without a cap."""
     return x if softcap is None else (x / softcap).tanh() * softcap
+
+
+def scaled(x: Tensor, softcap: float | None, temperature: float) -> Tensor:
+    """Return logits ``x`` with a cap, divided by the temperature."""
+    x = capped(x, softcap)
+    return x if temperature == 1.0 else x / temperature
+
+
+def slope_of(x: Tensor, softcap: float | None, temperature: float) -> Tensor | float | None:
+    """Return the derivative of :func:`scaled` by the logits, from its result ``x``. None: 1."""
+    if softcap is not None:
+        return (1.0 - (x * (temperature / softcap)).square()) / temperature
+    return None if temperature == 1.0 else 1.0 / temperature
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

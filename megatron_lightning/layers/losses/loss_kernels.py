@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.compat import compiled
-from megatron_lightning.layers.losses.loss import Factors, capped
+from megatron_lightning.layers.losses.loss import Factors, scaled, slope_of
 
 
-def loss_terms(logits: Tensor, ids: Tensor, smoothed: bool, softcap: float | None) -> Tensor:
+def loss_terms(
+    logits: Tensor, ids: Tensor, smoothed: bool, softcap: float | None, temperature: float = 1.0
+) -> Tensor:
     """Return the terms of the loss [k, n], like
     :meth:`~megatron_lightning.layers.losses.loss.Vocabulary.terms`.
 
@@ -26,20 +28,27 @@ def loss_terms(logits: Tensor, ids: Tensor, smoothed: bool, softcap: float | Non
         ids: Targets among the rank's rows [n].
         smoothed: Whether the sum of all logits is a term.
         softcap: Cap of the logits. None: no cap.
+        temperature: Divisor of the logits.
     """
-    x = _capped(logits, softcap)
+    x = _scaled(logits, softcap, temperature)
     maximum = x.amax(-1)
     log_sum = (x - maximum[:, None]).exp().sum(-1).log()
     # Subtract maxima first: the sum of a large maximum and a small logarithm is rounded.
-    picked = _capped(logits.gather(-1, ids[:, None]).squeeze(-1), softcap) - maximum - log_sum
+    targets = logits.gather(-1, ids[:, None]).squeeze(-1)
+    picked = _scaled(targets, softcap, temperature) - maximum - log_sum
     terms = [maximum + log_sum, picked]
     if smoothed:
         terms.append((x - maximum[:, None] - log_sum[:, None]).sum(-1))
     return torch.stack(terms)
 
 
-def loss_gradient(
-    logits: Tensor, ids: Tensor, total: Tensor, factors: Factors, softcap: float | None
+def loss_gradient(  # noqa: PLR0917 (as a kernel is called)
+    logits: Tensor,
+    ids: Tensor,
+    total: Tensor,
+    factors: Factors,
+    softcap: float | None,
+    temperature: float = 1.0,
 ) -> Tensor:
     """Return the gradient of the logits [n, r], in their dtype.
 
@@ -49,20 +58,22 @@ def loss_gradient(
         total: Log-sum-exp of the rank's logits [n].
         factors: Of the gradient.
         softcap: Cap of the logits. None: no cap.
+        temperature: Divisor of the logits.
     """
-    x = _capped(logits, softcap)
+    x = _scaled(logits, softcap, temperature)
     columns = torch.arange(logits.shape[-1], device=logits.device)
     grad = (x - total[:, None]).exp() * factors.softmax[:, None]
     grad = grad + torch.where(columns == ids[:, None], factors.target[:, None], 0.0)
     if factors.every is not None:
         grad = grad - factors.every[:, None]
-    if softcap is not None:
-        grad = grad * (1.0 - (x / softcap).square())
+    slope = slope_of(x, softcap, temperature)
+    if slope is not None:
+        grad = grad * slope
     return grad.to(logits.dtype)
 
 
-def _capped(x: Tensor, softcap: float | None) -> Tensor:
-    return capped(x.to(torch.promote_types(x.dtype, torch.float32)), softcap)
+def _scaled(x: Tensor, softcap: float | None, temperature: float) -> Tensor:
+    return scaled(x.to(torch.promote_types(x.dtype, torch.float32)), softcap, temperature)
 
 
 @cache

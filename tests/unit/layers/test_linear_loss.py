@@ -238,14 +238,16 @@ def test_the_peak_of_a_large_vocabulary_falls_by_more_than_the_logits(tokens: in
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1], ids=["alone", "first", "last"])
-@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(
+    ("softcap", "temperature"), [(None, 1.0), (3.0, 1.0), (3.0, 0.6), (None, 0.6)]
+)
 @pytest.mark.parametrize(("smoothing", "z"), [(0.0, 0.0), (0.1, 1e-2)], ids=["plain", "smoothed"])
 def test_kernels_to_compile_equal_the_uncompiled_arithmetic(
-    smoothing: float, z: float, softcap: float | None, rank: int | None
+    smoothing: float, z: float, softcap: float | None, temperature: float, rank: int | None
 ) -> None:
     """As written: inductor makes one kernel of each on a GPU."""
     group = ALONE if rank is None else AxisGroup("tp", (0, 1), rank, None)
-    vocabulary = Vocabulary(group, VOCABULARY, label_smoothing=smoothing, z_loss=z, softcap=softcap)
+    vocabulary = Vocabulary(group, VOCABULARY, -100, smoothing, z, softcap, temperature)
     draw = torch.Generator().manual_seed(2)
     num_rows = shard_range(VOCABULARY, group.size, group.rank)[1]
     logits = 3.0 * torch.randn(TOKENS, num_rows, generator=draw, dtype=torch.float64)
@@ -255,11 +257,13 @@ def test_kernels_to_compile_equal_the_uncompiled_arithmetic(
     for dtype in (torch.float32, torch.float64):
         rows, grad = logits.to(dtype), grad.to(dtype)
         terms = vocabulary.terms(rows, local.ids)
-        torch.testing.assert_close(loss_terms(rows, local.ids, bool(smoothing), softcap), terms)
+        torch.testing.assert_close(
+            loss_terms(rows, local.ids, bool(smoothing), softcap, temperature), terms
+        )
         normalizer = terms[0] + 0.3  # with the other rank's logits
         factors = vocabulary.factors(grad, local, terms[0], normalizer)
         torch.testing.assert_close(
-            loss_gradient(rows, local.ids, terms[0], factors, softcap),
+            loss_gradient(rows, local.ids, terms[0], factors, softcap, temperature),
             vocabulary.logits_grad(grad, rows, local, terms[0], normalizer),
         )
 

@@ -1,0 +1,78 @@
+"""What an engine samples can be trained: the end token is kept, and a training forward with the
+same temperature gives the recorded log-probabilities.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.inference import Completion, Engine, Sampling
+from megatron_lightning.models import GPTModel
+from megatron_lightning.models.token_outputs import set_temperature, token_losses_of
+
+PROMPT = [3, 5, 7]
+
+
+def _gpt(**changes: Any) -> GPTModel:
+    torch.manual_seed(0)
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 16}
+    config = TransformerConfig(**sizes, max_sequence_length=32, **changes)  # type: ignore[arg-type]
+    return GPTModel(config).eval()
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 16}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+
+
+def _trained_logprobs(model: nn.Module, text: Completion) -> Tensor:
+    row = torch.tensor([PROMPT + text.sampled_tokens])
+    return -token_losses_of(model, row[:, :-1], row[:, 1:])[0, len(PROMPT) - 1 :]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_recorded_log_probabilities_are_those_of_training(softcap: float | None) -> None:
+    model = _gpt(final_logit_softcapping=softcap)
+    engine = Engine.of(model, stops=range(4))
+    sampling = Sampling(max_new_tokens=12, temperature=0.6, seed=4)
+    texts = engine.generate([PROMPT], sampling, 6)[0]
+    assert {text.reason for text in texts} == {"stop", "length"}
+    for text in texts:
+        recorded = torch.tensor(text.sampled_logprobs)
+        assert (_trained_logprobs(model, text) - recorded).abs().max() > 1e-3  # temperature 1
+        set_temperature(model, 0.6)
+        torch.testing.assert_close(_trained_logprobs(model, text), recorded, rtol=0, atol=1e-5)
+        set_temperature(model, 1.0)
+
+
+def test_the_end_token_is_kept() -> None:
+    [[text]] = Engine.of(_gpt(), stops=range(16)).generate([PROMPT], Sampling(max_new_tokens=4))
+    assert (text.tokens, text.logprobs, text.reason) == ([], [], "stop")
+    assert text.end is not None
+    assert text.sampled_tokens == [text.end[0]]
+    assert text.sampled_logprobs == [text.end[1]]
+    assert text.end[1] < 0
+
+
+def test_losses_of_a_transformers_model_and_their_gradient_take_a_temperature() -> None:
+    model = _llama()
+    tokens = torch.randint(16, (2, 9), generator=torch.Generator().manual_seed(1))
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    logits: Tensor = model(input_ids=inputs).logits
+    wanted = nn.functional.cross_entropy((logits / 0.7).transpose(1, 2), labels, reduction="none")
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(wanted.sum(), parameters)
+    set_temperature(model, 0.7)
+    losses = token_losses_of(model, inputs, labels)
+    torch.testing.assert_close(losses, wanted, rtol=1e-6, atol=1e-6)
+    for grad, want in zip(torch.autograd.grad(losses.sum(), parameters), expected, strict=True):
+        assert (grad - want).norm() <= 2e-6 * want.norm()
