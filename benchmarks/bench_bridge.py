@@ -34,8 +34,8 @@ from torch.utils.data import DataLoader
 from benchmarks import machine, ranks
 from benchmarks.statistics import Ratio, ratio_of_medians
 from megatron_lightning.bridge import AutoBridge
-from megatron_lightning.bridge.export import write_folder
-from megatron_lightning.bridge.transformers_model import fill_weights
+from megatron_lightning.bridge.folders.export import write_folder
+from megatron_lightning.bridge.hf_models.transformers_model import fill_weights
 from megatron_lightning.modules import HuggingFaceModule
 from megatron_lightning.strategies import MegatronStrategy
 

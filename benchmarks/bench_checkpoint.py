@@ -36,8 +36,8 @@ from benchmarks import machine
 from benchmarks.large_manifest import ManifestCost, measure_manifest
 from benchmarks.statistics import Ratio, ratio_of_medians
 from megatron_lightning.checkpoint import TensorShards, load_sharded, open_checkpoint, save_sharded
-from megatron_lightning.checkpoint.background import BackgroundJob, HostBuffer
-from megatron_lightning.checkpoint.saving import take_snapshot, write_snapshot
+from megatron_lightning.checkpoint.writing.background import BackgroundJob, HostBuffer
+from megatron_lightning.checkpoint.writing.saving import take_snapshot, write_snapshot
 
 COLUMNS = 4096
 NUM_TENSORS = 16

@@ -30,8 +30,8 @@ from benchmarks.hf_coverage import FOLDER_COLUMNS, FOLDERS, TABLE
 from benchmarks.hf_families import Family, NotBuiltError
 from benchmarks.hf_training import verdict
 from megatron_lightning.bridge import AutoBridge, commands
-from megatron_lightning.bridge.export import write_folder
-from megatron_lightning.bridge.transformers_model import fill_weights, lazy_parameters
+from megatron_lightning.bridge.folders.export import write_folder
+from megatron_lightning.bridge.hf_models.transformers_model import fill_weights, lazy_parameters
 from megatron_lightning.parallel.shards.spec import Box
 
 _YOUTU = "Stock `transformers` zeroes a row of a loaded embedding of youtu. Here the file wins."

@@ -25,14 +25,14 @@ from megatron_lightning.assembly.assemble import (
     is_full,
     reattach,
 )
+from megatron_lightning.assembly.checks.replicas import check_replicas
 from megatron_lightning.assembly.compile import compile_blocks, fills_cache, uncompile_blocks
 from megatron_lightning.assembly.describe import describe_layout, describe_sequence_parallel
 from megatron_lightning.assembly.fsdp import check_unsharded, is_sharded, local_size, shard_units
 from megatron_lightning.assembly.fused_loss import fuse_losses
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.assembly.replicas import check_replicas
 from megatron_lightning.assembly.state.module_shards import ModuleState
-from megatron_lightning.bridge.meta_models import deferred_weights, has_pending
+from megatron_lightning.bridge.hf_models.meta_models import deferred_weights, has_pending
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.adapters.magnitude import fill_magnitudes
 from megatron_lightning.layers.linear.split_backward import join_backwards, split_backwards
@@ -115,7 +115,7 @@ def assemble_module(
 
 def _read_weights(module: pl.LightningModule, part: Part, context: ParallelContext) -> None:
     if has_pending(module):
-        from megatron_lightning.bridge.transformers_model import read_weights
+        from megatron_lightning.bridge.hf_models.transformers_model import read_weights
 
         read_weights(module, part, context)
 

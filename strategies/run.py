@@ -19,12 +19,12 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.optim import Optimizer
 
+from megatron_lightning.assembly.checks.replicas import check_trained_replicas
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.assembly.replicas import check_trained_replicas
 from megatron_lightning.assembly.state.full_state import FullState
 from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.assembly.state.saving_guard import SavingGuard
-from megatron_lightning.checkpoint.saver import Saver
+from megatron_lightning.checkpoint.writing.saver import Saver
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.guards.part_saving import PartSaving
 from megatron_lightning.optim.gradients.parameter_shard import MainShard

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from megatron_lightning.assembly.layout_checks import check_experts, check_shared
+from megatron_lightning.assembly.checks.layout_checks import check_experts, check_shared
+from megatron_lightning.assembly.checks.replicas import equalize
 from megatron_lightning.assembly.part import Part, describe_part
 from megatron_lightning.assembly.partition import find_stages
 from megatron_lightning.assembly.plans import (
@@ -22,7 +23,6 @@ from megatron_lightning.assembly.plans import (
     declared_plans,
     resolve_plans,
 )
-from megatron_lightning.assembly.replicas import equalize
 from megatron_lightning.config import ContextOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext

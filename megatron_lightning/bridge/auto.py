@@ -12,27 +12,27 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.folder_model import FolderModel
-from megatron_lightning.bridge.folder_record import KeptFolder, read_kept, remember
-from megatron_lightning.bridge.from_config import new_folder
+from megatron_lightning.bridge.folders.export import write_folder
+from megatron_lightning.bridge.folders.folder_record import KeptFolder, read_kept, remember
+from megatron_lightning.bridge.folders.hub import local_folder
+from megatron_lightning.bridge.folders.remembered_folders import remember_new
 from megatron_lightning.bridge.gpt import build_gpt_model, gpt_config
-from megatron_lightning.bridge.hub import local_folder
-from megatron_lightning.bridge.lazy import Lazy
-from megatron_lightning.bridge.meta_models import is_deferred
-from megatron_lightning.bridge.remembered_folders import remember_new
-from megatron_lightning.bridge.torch_dist import is_megatron
-from megatron_lightning.bridge.transformers_model import (
+from megatron_lightning.bridge.hf_models.from_config import new_folder
+from megatron_lightning.bridge.hf_models.meta_models import is_deferred
+from megatron_lightning.bridge.hf_models.transformers_model import (
     UNCHANGED,
     Change,
     defer_weights,
     fill_weights,
     lazy_parameters,
 )
-from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_model, values_of
-from megatron_lightning.checkpoint.commit import is_committed
+from megatron_lightning.bridge.megatron_checkpoints.torch_dist import is_megatron
+from megatron_lightning.bridge.tensors.lazy import Lazy
+from megatron_lightning.bridge.tensors.values import fills_of_checkpoint, fills_of_model, values_of
 from megatron_lightning.checkpoint.format.storage import is_plain_file, is_remote
-from megatron_lightning.checkpoint.source import open_checkpoint
+from megatron_lightning.checkpoint.reading.source import open_checkpoint
+from megatron_lightning.checkpoint.writing.commit import is_committed
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
 from megatron_lightning.file_names import CONFIG
@@ -433,7 +433,9 @@ class AutoBridge(FolderModel):
             CheckpointError: If the checkpoint is not of the folder's model, or the target exists.
         """
         if is_megatron(checkpoint):
-            from megatron_lightning.bridge.megatron import MegatronBridge  # imports this file
+            from megatron_lightning.bridge.megatron_checkpoints.megatron import (
+                MegatronBridge,  # imports this file
+            )
 
             tensors = MegatronBridge(checkpoint, self.path).tensors(dtype)
             write_folder(Path(path), self.folder, tensors, overwrite=overwrite)

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.bridge.auto import AutoBridge, ModelKind
-from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.export_model import tensors_of_checkpoint
-from megatron_lightning.bridge.folder import HuggingFaceFolder
-from megatron_lightning.bridge.hub import local_folder
+from megatron_lightning.bridge.folders.export import write_folder
+from megatron_lightning.bridge.folders.folder import HuggingFaceFolder
+from megatron_lightning.bridge.folders.hub import local_folder
+from megatron_lightning.bridge.hf_models.logits import compare_logits
 from megatron_lightning.bridge.import_folder import import_folder
-from megatron_lightning.bridge.inverse import assembled
-from megatron_lightning.bridge.lazy import Lazy
-from megatron_lightning.bridge.logits import compare_logits
-from megatron_lightning.bridge.megatron import MegatronBridge
-from megatron_lightning.bridge.torch_dist import is_megatron
+from megatron_lightning.bridge.megatron_checkpoints.megatron import MegatronBridge
+from megatron_lightning.bridge.megatron_checkpoints.torch_dist import is_megatron
+from megatron_lightning.bridge.tensors.inverse import assembled
+from megatron_lightning.bridge.tensors.lazy import Lazy
 from megatron_lightning.checkpoint.progress import progress_bar
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
 

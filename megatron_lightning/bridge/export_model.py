@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from megatron_lightning.bridge.auto import AutoBridge
-from megatron_lightning.bridge.export import write_folder
-from megatron_lightning.bridge.folder import FolderTensors
 from megatron_lightning.bridge.folder_model import Plan
+from megatron_lightning.bridge.folders.export import write_folder
+from megatron_lightning.bridge.folders.folder import FolderTensors
+from megatron_lightning.bridge.folders.new_folder import new_gpt_folder
+from megatron_lightning.bridge.folders.remembered_folders import kept_folders
 from megatron_lightning.bridge.gpt import gpt_config
-from megatron_lightning.bridge.lazy import Lazy
-from megatron_lightning.bridge.megatron import MegatronBridge
-from megatron_lightning.bridge.new_folder import new_gpt_folder
-from megatron_lightning.bridge.remembered_folders import kept_folders
-from megatron_lightning.bridge.torch_dist import is_megatron
-from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_model
+from megatron_lightning.bridge.megatron_checkpoints.megatron import MegatronBridge
+from megatron_lightning.bridge.megatron_checkpoints.torch_dist import is_megatron
+from megatron_lightning.bridge.tensors.lazy import Lazy
+from megatron_lightning.bridge.tensors.values import fills_of_checkpoint, fills_of_model
 from megatron_lightning.checkpoint.kept_files import kept_entry
-from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.checkpoint.reading.source import CheckpointSource, open_checkpoint
 from megatron_lightning.checkpoint.text_record import TextRecord
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.peft.record import read_records

@@ -12,22 +12,20 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from megatron_lightning.bridge.configuration import (
+from megatron_lightning.bridge.families import family_for, family_of
+from megatron_lightning.bridge.family_rules.family import Family
+from megatron_lightning.bridge.folders.configuration import (
     TIE,
     config_text,
     load_config,
     load_generation_config,
     with_overrides,
 )
-from megatron_lightning.bridge.families import family_for, family_of
-from megatron_lightning.bridge.folder import FolderTensors, HuggingFaceFolder
-from megatron_lightning.bridge.folder_record import ChangedTable, KeptFolder, keep
+from megatron_lightning.bridge.folders.folder import FolderTensors, HuggingFaceFolder
+from megatron_lightning.bridge.folders.folder_record import ChangedTable, KeptFolder, keep
+from megatron_lightning.bridge.folders.quantized import DequantizedFolder, quantization_of
 from megatron_lightning.bridge.gpt import GPTFolder
-from megatron_lightning.bridge.inverse import Piece, assembled, inverse, uses_of
-from megatron_lightning.bridge.lazy import Fill, Lazy
-from megatron_lightning.bridge.quantized import DequantizedFolder, quantization_of
-from megatron_lightning.bridge.rules import Family
-from megatron_lightning.bridge.transformers_model import (
+from megatron_lightning.bridge.hf_models.transformers_model import (
     UNCHANGED,
     Change,
     fits,
@@ -37,6 +35,8 @@ from megatron_lightning.bridge.transformers_model import (
     tied_parameters,
     ties_of_class,
 )
+from megatron_lightning.bridge.tensors.inverse import Piece, assembled, inverse, uses_of
+from megatron_lightning.bridge.tensors.lazy import Fill, Lazy
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.config.class_paths import check_known, config_of_checkpoint
 from megatron_lightning.errors import ConfigError

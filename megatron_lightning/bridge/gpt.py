@@ -11,11 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_lightning.bridge.folder import FolderTensors
-from megatron_lightning.bridge.inverse import Piece, inverse
-from megatron_lightning.bridge.lazy import Lazy
-from megatron_lightning.bridge.meta_models import is_deferred
-from megatron_lightning.bridge.rules import (
+from megatron_lightning.bridge.family_rules.family import (
     WORDS,
     Family,
     by_full_name,
@@ -26,9 +22,13 @@ from megatron_lightning.bridge.rules import (
     source_names,
     to_config,
 )
-from megatron_lightning.bridge.settings import differing, flat
-from megatron_lightning.bridge.transformers_model import defer_values
-from megatron_lightning.checkpoint.source import CheckpointSource
+from megatron_lightning.bridge.family_rules.settings import differing, flat
+from megatron_lightning.bridge.folders.folder import FolderTensors
+from megatron_lightning.bridge.hf_models.meta_models import is_deferred
+from megatron_lightning.bridge.hf_models.transformers_model import defer_values
+from megatron_lightning.bridge.tensors.inverse import Piece, inverse
+from megatron_lightning.bridge.tensors.lazy import Lazy
+from megatron_lightning.checkpoint.reading.source import CheckpointSource
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.config.class_paths import config_of_checkpoint
 from megatron_lightning.errors import ConfigError

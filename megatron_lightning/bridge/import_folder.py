@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.bridge.auto import AutoBridge, ModelKind
-from megatron_lightning.bridge.folder_record import KeptFolder
+from megatron_lightning.bridge.folders.folder_record import KeptFolder
 from megatron_lightning.bridge.gpt import tied_names_of
-from megatron_lightning.bridge.lazy import Lazy
-from megatron_lightning.bridge.transformers_model import lazy_parameters
+from megatron_lightning.bridge.hf_models.transformers_model import lazy_parameters
+from megatron_lightning.bridge.tensors.lazy import Lazy
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.format.naming import OWN
 from megatron_lightning.checkpoint.format.streaming import (

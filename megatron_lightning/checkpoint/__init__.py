@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from megatron_lightning.checkpoint.commit import is_committed, remove_checkpoint
-    from megatron_lightning.checkpoint.loading import load_sharded
-    from megatron_lightning.checkpoint.saving import save_sharded
-    from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+    from megatron_lightning.checkpoint.reading.loading import load_sharded
+    from megatron_lightning.checkpoint.reading.source import CheckpointSource, open_checkpoint
     from megatron_lightning.checkpoint.tools.consolidation import consolidate, plain_file, read_full
+    from megatron_lightning.checkpoint.writing.commit import is_committed, remove_checkpoint
+    from megatron_lightning.checkpoint.writing.saving import save_sharded
     from megatron_lightning.parallel.shards.tensor_shards import TensorShards
 
 __all__ = [
@@ -36,15 +36,15 @@ __all__ = [
 lazy_attributes(
     __name__,
     {
-        "CheckpointSource": "megatron_lightning.checkpoint.source",
+        "CheckpointSource": "megatron_lightning.checkpoint.reading.source",
         "TensorShards": "megatron_lightning.parallel.shards.tensor_shards",
         "consolidate": "megatron_lightning.checkpoint.tools.consolidation",
-        "is_committed": "megatron_lightning.checkpoint.commit",
-        "load_sharded": "megatron_lightning.checkpoint.loading",
-        "open_checkpoint": "megatron_lightning.checkpoint.source",
+        "is_committed": "megatron_lightning.checkpoint.writing.commit",
+        "load_sharded": "megatron_lightning.checkpoint.reading.loading",
+        "open_checkpoint": "megatron_lightning.checkpoint.reading.source",
         "plain_file": "megatron_lightning.checkpoint.tools.consolidation",
         "read_full": "megatron_lightning.checkpoint.tools.consolidation",
-        "remove_checkpoint": "megatron_lightning.checkpoint.commit",
-        "save_sharded": "megatron_lightning.checkpoint.saving",
+        "remove_checkpoint": "megatron_lightning.checkpoint.writing.commit",
+        "save_sharded": "megatron_lightning.checkpoint.writing.saving",
     },
 )

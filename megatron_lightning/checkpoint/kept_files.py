@@ -124,7 +124,9 @@ def read_kept_files(path: str | os.PathLike[str], model: str | None = None) -> K
     Raises:
         CheckpointError: If the checkpoint or a kept file is damaged.
     """
-    from megatron_lightning.checkpoint.source import open_checkpoint  # tools start without it
+    from megatron_lightning.checkpoint.reading.source import (
+        open_checkpoint,  # tools start without it
+    )
 
     entry = kept_entry(open_checkpoint(path).state(), model)
     return None if entry is None else KeptFiles.from_state(entry[1].get("files"), str(path))
@@ -139,7 +141,7 @@ def read_kept_tokenizer(
     Raises:
         CheckpointError: If the checkpoint or a file is damaged.
     """
-    from megatron_lightning.checkpoint.source import open_checkpoint
+    from megatron_lightning.checkpoint.reading.source import open_checkpoint
 
     for entry in open_checkpoint(path).state().values():
         tokenizer = entry.get(TOKENIZER) if isinstance(entry, Mapping) else None

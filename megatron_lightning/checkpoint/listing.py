@@ -6,10 +6,10 @@ import os
 import re
 from typing import NamedTuple
 
-from megatron_lightning.checkpoint.commit import is_committed
 from megatron_lightning.checkpoint.format.manifest import Manifest
 from megatron_lightning.checkpoint.format.storage import folder_of, is_plain_file, list_folders
-from megatron_lightning.checkpoint.source import manifest_text
+from megatron_lightning.checkpoint.reading.source import manifest_text
+from megatron_lightning.checkpoint.writing.commit import is_committed
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
 from megatron_lightning.file_names import MANIFEST
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 import re
 from pathlib import Path, PurePosixPath
 
-from megatron_lightning.checkpoint.commit import is_committed
 from megatron_lightning.checkpoint.format.storage import is_plain_file, is_remote, list_folders
+from megatron_lightning.checkpoint.writing.commit import is_committed
 
 _REQUEUED = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 

@@ -120,7 +120,9 @@ def read_text_record(path: str | os.PathLike[str]) -> TextRecord | None:
     Raises:
         CheckpointError: If the checkpoint or the record is damaged.
     """
-    from megatron_lightning.checkpoint.source import open_checkpoint  # tools start without it
+    from megatron_lightning.checkpoint.reading.source import (
+        open_checkpoint,  # tools start without it
+    )
 
     return TextRecord.of_checkpoint(open_checkpoint(path).state(), str(path))
 

@@ -36,7 +36,7 @@ from megatron_lightning.checkpoint.format.streaming import (
     write_checkpoint,
 )
 from megatron_lightning.checkpoint.progress import Advance, progress_bar, silent
-from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.checkpoint.reading.source import CheckpointSource, open_checkpoint
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.config.class_paths import config_of_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError

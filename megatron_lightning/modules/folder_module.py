@@ -11,12 +11,12 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from megatron_lightning.bridge.auto import AutoBridge
-from megatron_lightning.bridge.configuration import check_overrides
 from megatron_lightning.bridge.export_model import save_model
-from megatron_lightning.bridge.folder_record import read_kept, recall
-from megatron_lightning.bridge.new_rows import fill_new_rows, rows_for, with_vocabulary
-from megatron_lightning.bridge.remembered_folders import write_kept
-from megatron_lightning.checkpoint.source import open_checkpoint
+from megatron_lightning.bridge.folders.configuration import check_overrides
+from megatron_lightning.bridge.folders.folder_record import read_kept, recall
+from megatron_lightning.bridge.folders.remembered_folders import write_kept
+from megatron_lightning.bridge.hf_models.new_rows import fill_new_rows, rows_for, with_vocabulary
+from megatron_lightning.checkpoint.reading.source import open_checkpoint
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.teacher_student import FrozenPair
 from megatron_lightning.modules.frozen_parameters import summary_of

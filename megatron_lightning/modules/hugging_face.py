@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lightning.bridge.folder_record import read_kept
+from megatron_lightning.bridge.folders.folder_record import read_kept
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.losses.loss import CrossEntropy
 from megatron_lightning.models.awaited_losses import awaited_losses

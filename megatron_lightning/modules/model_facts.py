@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megatron_lightning.bridge.hub import find_file, local_folder
+from megatron_lightning.bridge.folders.hub import find_file, local_folder
 from megatron_lightning.checkpoint.kept_files import KeptFiles, read_kept_files
 from megatron_lightning.checkpoint.text_record import (
     TextRecord,

@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from megatron_lightning.bridge.folder_record import remember
-from megatron_lightning.bridge.remembered_folders import kept_folders, remember_texts
+from megatron_lightning.bridge.folders.folder_record import remember
+from megatron_lightning.bridge.folders.remembered_folders import kept_folders, remember_texts
 from megatron_lightning.checkpoint.text_record import TextRecord, end_tokens
 
 

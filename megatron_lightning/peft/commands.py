@@ -16,7 +16,7 @@ from torch import nn
 from megatron_lightning.bridge.import_folder import state_before_training
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.kept_files import KeptFiles
-from megatron_lightning.checkpoint.source import open_checkpoint
+from megatron_lightning.checkpoint.reading.source import open_checkpoint
 from megatron_lightning.checkpoint.text_record import TEXTS, TextRecord, is_of_tokenizer, read_texts
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.file_names import CHAT_TEMPLATE, CHAT_TEMPLATES, GENERATION_CONFIG

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_lightning.bridge.remembered_folders import new_parameters
+from megatron_lightning.bridge.folders.remembered_folders import new_parameters
 from megatron_lightning.models.transformer import GPTModel
 
 _TASKS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.bridge.lazy import Fill
+from megatron_lightning.bridge.tensors.lazy import Fill
 from megatron_lightning.layers.adapters.adapter_layers import Adapters, adapted_layers, detach
 from megatron_lightning.layers.adapters.magnitude import magnitude_of
 from megatron_lightning.layers.adapters.stacked_adapters import StackedAdapters, detach_stacked

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.bridge.auto import AutoBridge
-from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.folder_model import FolderModel, Plan
-from megatron_lightning.bridge.lazy import Fill
-from megatron_lightning.bridge.new_rows import with_vocabulary
-from megatron_lightning.bridge.values import fills_of_checkpoint
+from megatron_lightning.bridge.folders.export import write_folder
+from megatron_lightning.bridge.hf_models.new_rows import with_vocabulary
+from megatron_lightning.bridge.tensors.lazy import Fill
+from megatron_lightning.bridge.tensors.values import fills_of_checkpoint
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.format.streaming import (
     read_box,
@@ -26,7 +26,7 @@ from megatron_lightning.checkpoint.format.streaming import (
 )
 from megatron_lightning.checkpoint.kept_files import kept_entry
 from megatron_lightning.checkpoint.progress import progress_bar
-from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.checkpoint.reading.source import CheckpointSource, open_checkpoint
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.config.class_paths import config_of_checkpoint
 from megatron_lightning.errors import CheckpointError

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megatron_lightning.bridge.remembered_folders import kept_folders
-from megatron_lightning.checkpoint.source import CheckpointSource
+from megatron_lightning.bridge.folders.remembered_folders import kept_folders
+from megatron_lightning.checkpoint.reading.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.peft.lora import AppliedLoRA, FusedRows, LoRA, applied_to

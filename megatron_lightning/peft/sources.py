@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.checkpoint.reading.source import CheckpointSource, open_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.layers.adapters.adapter_layers import (
     ALL_ROWS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_lightning.bridge.new_folder import end_of_turn
+from megatron_lightning.bridge.folders.new_folder import end_of_turn
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.checkpoint.text_record import TextRecord, end_tokens
 from megatron_lightning.errors import ConfigError, MissingCheckpointError

@@ -21,16 +21,16 @@ from torch import Tensor
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.assembly.state.state_entries import StateEntries
-from megatron_lightning.bridge.remembered_folders import write_kept
+from megatron_lightning.bridge.folders.remembered_folders import write_kept
 from megatron_lightning.checkpoint import TensorShards, open_checkpoint
 from megatron_lightning.checkpoint.agreement import together
 from megatron_lightning.checkpoint.format.naming import OWN
 from megatron_lightning.checkpoint.local_copies.local import Pointer
 from megatron_lightning.checkpoint.local_copies.local_plan import copy_plan, open_copy
-from megatron_lightning.checkpoint.saver import Save, Saver
-from megatron_lightning.checkpoint.saving import Snapshot, take_snapshot, write_snapshot
-from megatron_lightning.checkpoint.source import CheckpointSource, PlainSource
-from megatron_lightning.checkpoint.vocabulary import fit_vocabulary
+from megatron_lightning.checkpoint.reading.source import CheckpointSource, PlainSource
+from megatron_lightning.checkpoint.reading.vocabulary import fit_vocabulary
+from megatron_lightning.checkpoint.writing.saver import Save, Saver
+from megatron_lightning.checkpoint.writing.saving import Snapshot, take_snapshot, write_snapshot
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.optim.stepping.distributed import DistributedOptimizer

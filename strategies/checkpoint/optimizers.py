@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.checkpoint import TensorShards, load_sharded
-from megatron_lightning.checkpoint.source import CheckpointSource
+from megatron_lightning.checkpoint.reading.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.class_names import CLASSES, check_class, class_names
 from megatron_lightning.optim.stepping.distributed import DistributedOptimizer

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_lightning.checkpoint.memory_source import MemorySource
-from megatron_lightning.checkpoint.source import CheckpointSource
-from megatron_lightning.checkpoint.stored_tensor import StoredTensor
+from megatron_lightning.checkpoint.reading.memory_source import MemorySource
+from megatron_lightning.checkpoint.reading.source import CheckpointSource
+from megatron_lightning.checkpoint.reading.stored_tensor import StoredTensor
 
 _MODULE = "state_dict."
 

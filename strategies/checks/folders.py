@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 
-from megatron_lightning.bridge.remembered_folders import kept_folders
+from megatron_lightning.bridge.folders.remembered_folders import kept_folders
 from megatron_lightning.checkpoint.format.storage import is_remote
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import ConfigError

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
-from megatron_lightning.bridge.meta_models import deferred_weights
+from megatron_lightning.bridge.hf_models.meta_models import deferred_weights
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.plans.hf_context import finds_mixers
 from megatron_lightning.models.plans.hf_plans import is_transformers_model

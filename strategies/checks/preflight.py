@@ -11,9 +11,9 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from megatron_lightning.assembly import layout_checks as checks
 from megatron_lightning.assembly import partition
 from megatron_lightning.assembly.assemble import is_assembled
+from megatron_lightning.assembly.checks import layout_checks as checks
 from megatron_lightning.assembly.compile import check_blocks
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid.grid import RankGrid

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from megatron_lightning.checkpoint.requeue import committed_requeue
-from megatron_lightning.checkpoint.saver import SaveReport
+from megatron_lightning.checkpoint.writing.saver import SaveReport
 from megatron_lightning.step.overrides import unwrapped
 from megatron_lightning.strategies.checkpoint.io import ShardedCheckpointIO, complete_io, users_io
 from megatron_lightning.strategies.checkpoint.optimizers import OptimizerHandle

@@ -19,9 +19,9 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from megatron_lightning.checkpoint.commit import is_committed
 from megatron_lightning.checkpoint.format.storage import folder_of, is_remote, list_folders
 from megatron_lightning.checkpoint.requeue import committed_requeue, newest_requeue
+from megatron_lightning.checkpoint.writing.commit import is_committed
 from megatron_lightning.errors import MissingCheckpointError
 from megatron_lightning.file_names import MANIFEST
 from megatron_lightning.strategies.launch.hooks import LaunchHooks

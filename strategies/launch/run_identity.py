@@ -14,8 +14,8 @@ from typing import Any
 from megatron_lightning.checkpoint.format.naming import OWN
 from megatron_lightning.checkpoint.format.storage import is_remote
 from megatron_lightning.checkpoint.local_copies.local import Pointer
+from megatron_lightning.checkpoint.reading.source import open_checkpoint
 from megatron_lightning.checkpoint.requeue import committed_requeue
-from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.errors import CheckpointError
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from megatron_lightning.bridge.remembered_folders import kept_folders, text_record
+from megatron_lightning.bridge.folders.remembered_folders import kept_folders, text_record
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.data.text.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError

@@ -19,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_unflatten
 
-from megatron_lightning.assembly.attention_watch import AttentionWatch, bound_attention
+from megatron_lightning.assembly.checks.attention_watch import AttentionWatch, bound_attention
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.guards.steps.sequence_positions import SequencePositions
 from megatron_lightning.guards.watches.position_watch import PositionWatch

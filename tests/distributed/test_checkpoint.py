@@ -19,14 +19,14 @@ from megatron_lightning.checkpoint import (
     TensorShards,
     is_committed,
     load_sharded,
-    loading,
     open_checkpoint,
     read_full,
     replicas,
     save_sharded,
-    saving,
 )
-from megatron_lightning.checkpoint.source import DirectorySource
+from megatron_lightning.checkpoint.reading import loading
+from megatron_lightning.checkpoint.reading.source import DirectorySource
+from megatron_lightning.checkpoint.writing import saving
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
 from megatron_lightning.parallel.shards.spec import is_writer

@@ -27,9 +27,9 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from megatron_lightning.checkpoint import TensorShards, is_committed, open_checkpoint, save_sharded
-from megatron_lightning.checkpoint.background import BackgroundJob, HostBuffer
-from megatron_lightning.checkpoint.saving import take_snapshot, write_snapshot
 from megatron_lightning.checkpoint.tools.verification import verify
+from megatron_lightning.checkpoint.writing.background import BackgroundJob, HostBuffer
+from megatron_lightning.checkpoint.writing.saving import take_snapshot, write_snapshot
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.shards.spec import Shard
 

@@ -31,9 +31,9 @@ from megatron_lightning.checkpoint.format.naming import OWN, name_optimizer_stat
 from megatron_lightning.checkpoint.format.structure import check_progress
 from megatron_lightning.checkpoint.listing import read_manifest
 from megatron_lightning.checkpoint.local_copies.local import Pointer
-from megatron_lightning.checkpoint.saving import save_sharded
 from megatron_lightning.checkpoint.tools.pruning import find_prunable
 from megatron_lightning.checkpoint.tools.verification import verify
+from megatron_lightning.checkpoint.writing.saving import save_sharded
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.inference.commands.load import read_config

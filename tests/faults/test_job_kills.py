@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from megatron_lightning.checkpoint import is_committed, open_checkpoint
-from megatron_lightning.checkpoint.source import DirectorySource
+from megatron_lightning.checkpoint.reading.source import DirectorySource
 from megatron_lightning.checkpoint.tools.verification import verify
 from megatron_lightning.parallel.grid.context import AxisGroup
 from tests.faults.processes import run_to_the_end

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.assembly.assemble import assemble
 from megatron_lightning.bridge import AutoBridge
-from megatron_lightning.bridge.meta_models import deferred_weights
-from megatron_lightning.bridge.transformers_model import read_weights
+from megatron_lightning.bridge.hf_models.meta_models import deferred_weights
+from megatron_lightning.bridge.hf_models.transformers_model import read_weights
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
 from megatron_lightning.parallel.grid.context import ParallelContext

@@ -342,7 +342,7 @@ def test_resuming_changes_no_bit(
 
 
 def test_tensors_of_a_background_save_are_pinned(tmp_path: Path) -> None:
-    from megatron_lightning.checkpoint.background import HostBuffer
+    from megatron_lightning.checkpoint.writing.background import HostBuffer
     from megatron_lightning.config import CheckpointOptions
 
     buffers: list[HostBuffer] = []

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron_lightning.bridge import commands, export
+from megatron_lightning.bridge import commands
 from megatron_lightning.bridge.auto import AutoBridge
+from megatron_lightning.bridge.folders import export
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.modules import HuggingFaceModule
 from megatron_lightning.strategies import MegatronStrategy

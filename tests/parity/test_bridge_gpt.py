@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron_lightning.bridge import AutoBridge, commands, transformers_model
+from megatron_lightning.bridge import AutoBridge, commands
+from megatron_lightning.bridge.hf_models import transformers_model
 from megatron_lightning.modules import GPTLightningModule
 from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
@@ -68,7 +69,7 @@ def _fit(path: Path, options: dict[str, Any] | None, batch_size: int, target: Pa
         return num_bytes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_lightning.bridge.transformers_model.read_weights", count)
+        patch.setattr("megatron_lightning.bridge.hf_models.transformers_model.read_weights", count)
         run = fit(options, module, DataLoader(rows, batch_size=batch_size), max_epochs=1)
     run.trainer.save_checkpoint(target)
     module.save_hf_pretrained(str(target.with_suffix(".live")))  # from the parts of the ranks

@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from megatron_lightning.bridge import AutoBridge, commands
-from megatron_lightning.checkpoint.commit import is_committed
 from megatron_lightning.checkpoint.format import storage
-from megatron_lightning.checkpoint.source import open_checkpoint
+from megatron_lightning.checkpoint.reading.source import open_checkpoint
+from megatron_lightning.checkpoint.writing.commit import is_committed
 from megatron_lightning.cli import main
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.modules import HuggingFaceModule

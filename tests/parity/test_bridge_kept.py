@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.bridge import commands
 from megatron_lightning.bridge.auto import AutoBridge
-from megatron_lightning.bridge.folder_record import read_kept
+from megatron_lightning.bridge.folders.folder_record import read_kept
 from megatron_lightning.checkpoint import open_checkpoint
 from megatron_lightning.checkpoint.kept_files import KEPT, KeptFiles, read_kept_files
 from megatron_lightning.errors import CheckpointError

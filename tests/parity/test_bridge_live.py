@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron_lightning.bridge import commands, export
+from megatron_lightning.bridge import commands
 from megatron_lightning.bridge.auto import AutoBridge
+from megatron_lightning.bridge.folders import export
 from megatron_lightning.checkpoint.tools.pruning import find_prunable, prune
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import CheckpointError, ConfigError

@@ -15,8 +15,9 @@ from torch import Tensor
 
 pytest.importorskip("transformers", "5")
 
-from megatron_lightning.bridge import AutoBridge, commands, logits
-from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge import AutoBridge, commands
+from megatron_lightning.bridge.hf_models import logits
+from megatron_lightning.bridge.tensors.lazy import Lazy
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models import GPTModel
 from tests.helpers.gpt_folders import make_folder

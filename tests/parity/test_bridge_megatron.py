@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron_lightning.bridge.commands import import_
-from megatron_lightning.bridge.megatron import MegatronBridge
+from megatron_lightning.bridge.megatron_checkpoints.megatron import MegatronBridge
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron_lightning.bridge import AutoBridge, commands
-from megatron_lightning.bridge.remembered_folders import kept_folders
+from megatron_lightning.bridge.folders.remembered_folders import kept_folders
 from megatron_lightning.errors import CheckpointError, ConfigError
 from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron_lightning.bridge import transformers_model
 from megatron_lightning.bridge.auto import AutoBridge
+from megatron_lightning.bridge.hf_models import transformers_model
 from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
 
@@ -89,7 +89,7 @@ def _fit(path: Path, options: dict[str, Any] | None, batch_size: int) -> Outcome
         return num_bytes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_lightning.bridge.transformers_model.read_weights", count)
+        patch.setattr("megatron_lightning.bridge.hf_models.transformers_model.read_weights", count)
         run = fit(options, FromFolder(path), DataLoader(rows, batch_size=batch_size), max_epochs=1)
     return Outcome(run.losses, *counted)
 

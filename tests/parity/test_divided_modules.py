@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AlbertConfig, AlbertForMaskedLM
 
-from megatron_lightning.assembly.layout_checks import check_sharded_units
+from megatron_lightning.assembly.checks.layout_checks import check_sharded_units
 from megatron_lightning.assembly.sharded_modules import find_sharded
 from megatron_lightning.config import DataParallelOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lightning.assembly.assemble import assemble
-from megatron_lightning.assembly.replicas import check_replicas
+from megatron_lightning.assembly.checks.replicas import check_replicas
 from megatron_lightning.checkpoint import consolidate, read_full
 from megatron_lightning.config import DataParallelOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError, ShardingError

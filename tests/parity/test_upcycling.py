@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_lightning.checkpoint.source import open_checkpoint
+from megatron_lightning.checkpoint.reading.source import open_checkpoint
 from megatron_lightning.cli import main
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError

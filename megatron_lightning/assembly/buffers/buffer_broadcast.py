@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from megatron_lightning.assembly.buffers.buffer_watch import BufferPlaces
 from megatron_lightning.assembly.buffers.shared_buffers import SharedBuffers
+from megatron_lightning.assembly.checks.replicas import agree_on_names, drift_error, fingerprint
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.assembly.replicas import agree_on_names, drift_error, fingerprint
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid.context import ParallelContext
 

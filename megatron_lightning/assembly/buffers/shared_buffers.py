@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lightning.assembly.buffers.buffer_watch import BufferPlaces, BufferWatch
-from megatron_lightning.assembly.replicas import diverged, fingerprint
+from megatron_lightning.assembly.checks.replicas import diverged, fingerprint
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid.context import AxisGroup
 

@@ -19,8 +19,8 @@ from megatron_lightning.assembly.part import Part
 from megatron_lightning.checkpoint import CheckpointSource, TensorShards, load_sharded
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.format.naming import OWN
-from megatron_lightning.checkpoint.memory_source import MemorySource
-from megatron_lightning.checkpoint.stored_tensor import StoredTensor
+from megatron_lightning.checkpoint.reading.memory_source import MemorySource
+from megatron_lightning.checkpoint.reading.stored_tensor import StoredTensor
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.layers.linear.gemm import is_quantized
 from megatron_lightning.layers.styles import VocabParallel

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_lightning.assembly.state.module_shards import ModuleState
-from megatron_lightning.checkpoint.memory_source import MemorySource
-from megatron_lightning.checkpoint.stored_tensor import StoredTensor
+from megatron_lightning.checkpoint.reading.memory_source import MemorySource
+from megatron_lightning.checkpoint.reading.stored_tensor import StoredTensor
 from megatron_lightning.layers.linear.gemm import is_quantized
 
 _MARK = "_megatron_full_state_loading"

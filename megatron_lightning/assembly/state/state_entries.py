@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_lightning.assembly.replicas import diverged, fingerprint
+from megatron_lightning.assembly.checks.replicas import diverged, fingerprint
 from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.assembly.state.tensor_names import Found, TensorNames
 from megatron_lightning.checkpoint import CheckpointSource, TensorShards, load_sharded
@@ -30,7 +30,7 @@ from megatron_lightning.checkpoint.entries import (
     write_table,
 )
 from megatron_lightning.checkpoint.format.naming import OWN, holds_tensors
-from megatron_lightning.checkpoint.memory_source import MemorySource
+from megatron_lightning.checkpoint.reading.memory_source import MemorySource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.shards.spec import Shape
 

@@ -27,7 +27,7 @@ from megatron_lightning.bridge.families.qwen_moe import Olmoe, Qwen2Moe, Qwen3Mo
 from megatron_lightning.bridge.families.seed_oss import SeedOss
 from megatron_lightning.bridge.families.smollm3 import SmolLM3
 from megatron_lightning.bridge.families.starcoder2 import Starcoder2
-from megatron_lightning.bridge.rules import Family, UnwritableError, missing_fields
+from megatron_lightning.bridge.family_rules.family import Family, UnwritableError, missing_fields
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 
@@ -61,7 +61,8 @@ def family_of(name: str) -> type[Family]:
     if not (isinstance(family, type) and issubclass(family, Family)):
         raise ConfigError(
             f"family is {name!r}, which is neither one of {', '.join(FAMILIES)} nor the class path "
-            f"of a subclass of megatron_lightning.bridge.rules.Family ({reason}). Set one of these."
+            f"of a subclass of megatron_lightning.bridge.family_rules.family.Family ({reason}). "
+            "Set one of these."
         )
     return family
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from megatron_lightning.bridge import expert_settings as rows
 from megatron_lightning.bridge.families import latent
 from megatron_lightning.bridge.families.llama import OURS, THEIRS, WEIGHTS
 from megatron_lightning.bridge.families.qwen_moe import EXPERTS, WIDTH
-from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Constant, Same
+from megatron_lightning.bridge.family_rules import expert_settings as rows
+from megatron_lightning.bridge.family_rules.family import Family, table
+from megatron_lightning.bridge.family_rules.settings import Constant, Same
 
 MOE = (
     Same("moe.num_experts", "n_routed_experts"), Same("moe.router_topk", "num_experts_per_tok"),

@@ -3,8 +3,8 @@
 from megatron_lightning.bridge.families.llama import WEIGHTS
 from megatron_lightning.bridge.families.olmo2 import NORMS, POST
 from megatron_lightning.bridge.families.qwen import HEAD_NORMS
-from megatron_lightning.bridge.position_settings import Rope, RotatedWindows, Window
-from megatron_lightning.bridge.rules import Family, table
+from megatron_lightning.bridge.family_rules.family import Family, table
+from megatron_lightning.bridge.family_rules.position_settings import Rope, RotatedWindows, Window
 
 
 class Exaone4(Family):

@@ -5,9 +5,9 @@ from typing import Any
 
 from megatron_lightning.bridge.families.llama import EPSILON, OURS, SIZES, THEIRS, WEIGHTS
 from megatron_lightning.bridge.families.qwen import HEAD_NORMS
-from megatron_lightning.bridge.position_settings import Rope, Window
-from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import (  # fmt: skip
+from megatron_lightning.bridge.family_rules.family import Family, table
+from megatron_lightning.bridge.family_rules.position_settings import Rope, Window
+from megatron_lightning.bridge.family_rules.settings import (  # fmt: skip
     Choice,
     Constant,
     InverseRoot,

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from megatron_lightning.bridge import expert_settings as rows
 from megatron_lightning.bridge.families import latent
 from megatron_lightning.bridge.families.deepseek import EXPERT_BIAS, MOE
 from megatron_lightning.bridge.families.llama import SETTINGS, WEIGHTS
 from megatron_lightning.bridge.families.qwen import HEAD_NORMS
 from megatron_lightning.bridge.families.qwen_moe import EXPERTS
-from megatron_lightning.bridge.position_settings import Rope, Window
-from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Constant, Same
+from megatron_lightning.bridge.family_rules import expert_settings as rows
+from megatron_lightning.bridge.family_rules.family import Family, table
+from megatron_lightning.bridge.family_rules.position_settings import Rope, Window
+from megatron_lightning.bridge.family_rules.settings import Constant, Same
 
 SIGMOID: tuple[Any, ...] = (
     *SETTINGS, Same("kv_channels", "head_dim"), *MOE, rows.Groups(2), rows.NormalizedScores(),

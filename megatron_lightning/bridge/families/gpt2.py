@@ -1,8 +1,8 @@
 """GPT-2: learned positions, LayerNorm, biases, and matrices stored as [inputs, outputs]."""
 
-from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Choice, Constant, Same
-from megatron_lightning.bridge.tensor_ops import Copied, QueryKeyValue
+from megatron_lightning.bridge.family_rules.family import Family, table
+from megatron_lightning.bridge.family_rules.settings import Choice, Constant, Same
+from megatron_lightning.bridge.tensors.tensor_ops import Copied, QueryKeyValue
 
 OURS, THEIRS = "decoder.layers.*", "transformer.h.*"
 WEIGHTS = table(

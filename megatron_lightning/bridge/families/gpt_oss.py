@@ -1,11 +1,11 @@
 """gpt-oss: sinks, windows in every second layer, and experts with biases and limited gates."""
 
-from megatron_lightning.bridge.expert_settings import LimitedGate
 from megatron_lightning.bridge.families.llama import EPSILON, OURS, SIZES, THEIRS, WEIGHTS
-from megatron_lightning.bridge.position_settings import Rope, Window
-from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Constant, Same
-from megatron_lightning.bridge.tensor_ops import StackedExperts
+from megatron_lightning.bridge.family_rules.expert_settings import LimitedGate
+from megatron_lightning.bridge.family_rules.family import Family, table
+from megatron_lightning.bridge.family_rules.position_settings import Rope, Window
+from megatron_lightning.bridge.family_rules.settings import Constant, Same
+from megatron_lightning.bridge.tensors.tensor_ops import StackedExperts
 
 EXPERTS, THEIR_EXPERTS = f"{OURS}.mlp.experts", f"{THEIRS}.mlp.experts"
 

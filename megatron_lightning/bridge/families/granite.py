@@ -1,10 +1,10 @@
 """Granite 3, with experts as well: multipliers of embeddings, blocks, scores and logits."""
 
 from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
-from megatron_lightning.bridge.position_settings import Rope
-from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Biases, Constant, Same
-from megatron_lightning.bridge.tensor_ops import StackedExperts
+from megatron_lightning.bridge.family_rules.family import Family, table
+from megatron_lightning.bridge.family_rules.position_settings import Rope
+from megatron_lightning.bridge.family_rules.settings import Biases, Constant, Same
+from megatron_lightning.bridge.tensors.tensor_ops import StackedExperts
 
 MULTIPLIERS = (
     Same("embedding_multiplier", "embedding_multiplier"),

@@ -2,10 +2,10 @@
 
 from megatron_lightning.bridge.families.llama import OURS, THEIRS
 from megatron_lightning.bridge.families.llama import SETTINGS as LLAMA
-from megatron_lightning.bridge.position_settings import Rope
-from megatron_lightning.bridge.rules import table
-from megatron_lightning.bridge.settings import Choice, Constant, KeyForEveryHead, Same
-from megatron_lightning.bridge.tensor_ops import Stacked
+from megatron_lightning.bridge.family_rules.family import table
+from megatron_lightning.bridge.family_rules.position_settings import Rope
+from megatron_lightning.bridge.family_rules.settings import Choice, Constant, KeyForEveryHead, Same
+from megatron_lightning.bridge.tensors.tensor_ops import Stacked
 
 SHARED, THEIR_SHARED = f"{OURS}.mlp.shared_experts", f"{THEIRS}.mlp.shared_experts"
 PREDICTING = "mtp.layers.*"

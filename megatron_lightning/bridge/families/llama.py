@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from megatron_lightning.bridge.position_settings import Rope
-from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Biases, Choice, Same
-from megatron_lightning.bridge.tensor_ops import QueryKeyValue, Stacked
+from megatron_lightning.bridge.family_rules.family import Family, table
+from megatron_lightning.bridge.family_rules.position_settings import Rope
+from megatron_lightning.bridge.family_rules.settings import Biases, Choice, Same
+from megatron_lightning.bridge.tensors.tensor_ops import QueryKeyValue, Stacked
 
 OURS, THEIRS = "decoder.layers.*", "model.layers.*"
 SIZES: tuple[Any, ...] = (

@@ -2,9 +2,13 @@
 
 from typing import Any
 
-from megatron_lightning.bridge.pattern_settings import AllMamba, StepLimit, WithoutEffect
-from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Constant, Same
+from megatron_lightning.bridge.family_rules.family import Family, table
+from megatron_lightning.bridge.family_rules.pattern_settings import (
+    AllMamba,
+    StepLimit,
+    WithoutEffect,
+)
+from megatron_lightning.bridge.family_rules.settings import Constant, Same
 
 OURS, THEIRS = "decoder.layers.*", "backbone.layers.*"
 NORM = table({f"{OURS}.norm.weight": f"{THEIRS}.norm.weight"})

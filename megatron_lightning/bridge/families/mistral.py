@@ -1,9 +1,9 @@
 """Mistral and Ministral: Llama with sliding windows."""
 
 from megatron_lightning.bridge.families.llama import SETTINGS, WEIGHTS
-from megatron_lightning.bridge.position_settings import Rope, Window
-from megatron_lightning.bridge.rules import Family
-from megatron_lightning.bridge.settings import Same
+from megatron_lightning.bridge.family_rules.family import Family
+from megatron_lightning.bridge.family_rules.position_settings import Rope, Window
+from megatron_lightning.bridge.family_rules.settings import Same
 
 
 class Mistral(Family):

@@ -1,10 +1,10 @@
 """Mixtral: Mistral with experts in every layer."""
 
 from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
-from megatron_lightning.bridge.position_settings import Rope, Window
-from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Constant, Same
-from megatron_lightning.bridge.tensor_ops import Experts
+from megatron_lightning.bridge.family_rules.family import Family, table
+from megatron_lightning.bridge.family_rules.position_settings import Rope, Window
+from megatron_lightning.bridge.family_rules.settings import Constant, Same
+from megatron_lightning.bridge.tensors.tensor_ops import Experts
 
 MOE = f"{THEIRS}.block_sparse_moe"
 

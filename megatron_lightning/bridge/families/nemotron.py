@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from megatron_lightning.bridge.families.llama import EPSILON, OURS, SIZES, THEIRS, WEIGHTS
-from megatron_lightning.bridge.position_settings import Rope
-from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Biases, Choice, Constant, Same
+from megatron_lightning.bridge.family_rules.family import Family, table
+from megatron_lightning.bridge.family_rules.position_settings import Rope
+from megatron_lightning.bridge.family_rules.settings import Biases, Choice, Constant, Same
 
 SQUARED = (
     *SIZES, Same("kv_channels", "head_dim"), Biases(("attention_bias", "mlp_bias")),

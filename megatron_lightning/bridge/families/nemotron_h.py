@@ -2,13 +2,17 @@
 
 from typing import Any
 
-from megatron_lightning.bridge import expert_settings as rows
 from megatron_lightning.bridge.families.mamba2 import CONSTANTS, END, MIXER, NORM, OURS, THEIRS
 from megatron_lightning.bridge.families.qwen_moe import WIDTH
-from megatron_lightning.bridge.pattern_settings import LayerTypes, StepLimit, WithoutEffect
-from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Choice, Constant, Same
-from megatron_lightning.bridge.tensor_ops import Experts, QueryKeyValue
+from megatron_lightning.bridge.family_rules import expert_settings as rows
+from megatron_lightning.bridge.family_rules.family import Family, table
+from megatron_lightning.bridge.family_rules.pattern_settings import (
+    LayerTypes,
+    StepLimit,
+    WithoutEffect,
+)
+from megatron_lightning.bridge.family_rules.settings import Choice, Constant, Same
+from megatron_lightning.bridge.tensors.tensor_ops import Experts, QueryKeyValue
 
 EXPERTS: tuple[Any, ...] = (
     Same("moe.num_experts", "n_routed_experts"), Same("moe.router_topk", "num_experts_per_tok"),

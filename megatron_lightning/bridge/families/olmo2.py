@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
 from megatron_lightning.bridge.families.qwen import HEAD_NORMS
-from megatron_lightning.bridge.position_settings import Rope, Window
-from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Constant
+from megatron_lightning.bridge.family_rules.family import Family, table
+from megatron_lightning.bridge.family_rules.position_settings import Rope, Window
+from megatron_lightning.bridge.family_rules.settings import Constant
 
 POST = (*SETTINGS, Constant("norm_placement", "post"), Constant("qk_layernorm", True))
 NORMS: Mapping[str, str] = {

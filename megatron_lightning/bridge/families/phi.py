@@ -1,11 +1,11 @@
 """Phi-3 and Phi-4: Llama with fused matrices for queries, keys and values, and for gate and up."""
 
 from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
-from megatron_lightning.bridge.pattern_settings import WithoutEffect
-from megatron_lightning.bridge.position_settings import Rope, Window
-from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Constant, Same
-from megatron_lightning.bridge.tensor_ops import QueryKeyValue
+from megatron_lightning.bridge.family_rules.family import Family, table
+from megatron_lightning.bridge.family_rules.pattern_settings import WithoutEffect
+from megatron_lightning.bridge.family_rules.position_settings import Rope, Window
+from megatron_lightning.bridge.family_rules.settings import Constant, Same
+from megatron_lightning.bridge.tensors.tensor_ops import QueryKeyValue
 
 
 class Phi3(Family):

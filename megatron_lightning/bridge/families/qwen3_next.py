@@ -15,11 +15,11 @@ from megatron_lightning.bridge.families.qwen_moe import (
     TOPK,
     WIDTH,
 )
-from megatron_lightning.bridge.linear_settings import LinearLayers
-from megatron_lightning.bridge.position_settings import Rope
-from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Constant, Same
-from megatron_lightning.bridge.tensor_ops import DeltaNetRows
+from megatron_lightning.bridge.family_rules.family import Family, table
+from megatron_lightning.bridge.family_rules.linear_settings import LinearLayers
+from megatron_lightning.bridge.family_rules.position_settings import Rope
+from megatron_lightning.bridge.family_rules.settings import Constant, Same
+from megatron_lightning.bridge.tensors.tensor_ops import DeltaNetRows
 
 SIZES: tuple[Any, ...] = tuple(
     Same(f"delta_net.{name}", f"linear_{name}")

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from megatron_lightning.bridge.expert_settings import SparseSteps
 from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
 from megatron_lightning.bridge.families.qwen import HEAD_NORMS, WINDOW
-from megatron_lightning.bridge.position_settings import Rope, Window
-from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Choice, Constant, Same
-from megatron_lightning.bridge.tensor_ops import Experts, Stacked
+from megatron_lightning.bridge.family_rules.expert_settings import SparseSteps
+from megatron_lightning.bridge.family_rules.family import Family, table
+from megatron_lightning.bridge.family_rules.position_settings import Rope, Window
+from megatron_lightning.bridge.family_rules.settings import Choice, Constant, Same
+from megatron_lightning.bridge.tensors.tensor_ops import Experts, Stacked
 
 HEAD_DIM = Same("kv_channels", "head_dim")
 TOPK = (

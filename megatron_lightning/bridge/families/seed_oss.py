@@ -1,9 +1,9 @@
 """Seed-OSS: Llama with biases of queries, keys and values."""
 
 from megatron_lightning.bridge.families.llama import SETTINGS, WEIGHTS
-from megatron_lightning.bridge.position_settings import Rope
-from megatron_lightning.bridge.rules import Family
-from megatron_lightning.bridge.settings import Constant, Same
+from megatron_lightning.bridge.family_rules.family import Family
+from megatron_lightning.bridge.family_rules.position_settings import Rope
+from megatron_lightning.bridge.family_rules.settings import Constant, Same
 
 
 class SeedOss(Family):

@@ -2,9 +2,9 @@
 
 from megatron_lightning.bridge.families.llama import SETTINGS, WEIGHTS
 from megatron_lightning.bridge.families.qwen import WINDOW
-from megatron_lightning.bridge.position_settings import Rope, RotatedLayers
-from megatron_lightning.bridge.rules import Family
-from megatron_lightning.bridge.settings import Biases
+from megatron_lightning.bridge.family_rules.family import Family
+from megatron_lightning.bridge.family_rules.position_settings import Rope, RotatedLayers
+from megatron_lightning.bridge.family_rules.settings import Biases
 
 
 class SmolLM3(Family):

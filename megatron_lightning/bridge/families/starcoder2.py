@@ -1,9 +1,9 @@
 """StarCoder 2: LayerNorm, biases, and gelu without a gate."""
 
 from megatron_lightning.bridge.families.llama import OURS, SIZES, THEIRS, WEIGHTS
-from megatron_lightning.bridge.position_settings import Rope, Window
-from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Choice, Constant, Same
+from megatron_lightning.bridge.family_rules.family import Family, table
+from megatron_lightning.bridge.family_rules.position_settings import Rope, Window
+from megatron_lightning.bridge.family_rules.settings import Choice, Constant, Same
 
 
 class Starcoder2(Family):

@@ -10,17 +10,17 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from megatron_lightning.assembly.state.full_state import FullState
-from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.export_model import model_with_folder, plan_of_model
 from megatron_lightning.bridge.folder_model import Plan
-from megatron_lightning.bridge.lazy import Lazy
-from megatron_lightning.bridge.remembered_folders import kept_folders
-from megatron_lightning.bridge.state_names import state_tensors, tied_tensors
-from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_ranks, values_of
+from megatron_lightning.bridge.folders.export import write_folder
+from megatron_lightning.bridge.folders.remembered_folders import kept_folders
+from megatron_lightning.bridge.hf_models.state_names import state_tensors, tied_tensors
+from megatron_lightning.bridge.tensors.lazy import Lazy
+from megatron_lightning.bridge.tensors.values import fills_of_checkpoint, fills_of_ranks, values_of
 from megatron_lightning.checkpoint import open_checkpoint
 from megatron_lightning.checkpoint.agreement import on_first_rank
-from megatron_lightning.checkpoint.commit import is_committed
 from megatron_lightning.checkpoint.format.storage import is_remote, local_path
+from megatron_lightning.checkpoint.writing.commit import is_committed
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.file_names import EXPORT_FOLDER
 from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext

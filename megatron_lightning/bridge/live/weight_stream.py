@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.bridge.folder_model import Plan
+from megatron_lightning.bridge.folders.new_folder import new_gpt_folder
+from megatron_lightning.bridge.folders.remembered_folders import kept_folders
 from megatron_lightning.bridge.live.live_folder import LiveFolder
-from megatron_lightning.bridge.new_folder import new_gpt_folder
-from megatron_lightning.bridge.remembered_folders import kept_folders
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.blueprint import saved_tensors

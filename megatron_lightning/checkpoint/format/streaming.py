@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lightning.checkpoint.commit import pending_save
 from megatron_lightning.checkpoint.format.files import new_identifier
 from megatron_lightning.checkpoint.format.manifest import StoredShard, TensorInfo
 from megatron_lightning.checkpoint.format.plain_state import dump_state
 from megatron_lightning.checkpoint.format.shard_file import write_shards
 from megatron_lightning.checkpoint.progress import Advance, silent
-from megatron_lightning.checkpoint.source import CheckpointSource
+from megatron_lightning.checkpoint.reading.source import CheckpointSource
+from megatron_lightning.checkpoint.writing.commit import pending_save
 from megatron_lightning.file_names import shard_stem
 from megatron_lightning.parallel.shards.spec import Box, Shard
 

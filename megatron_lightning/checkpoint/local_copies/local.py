@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_lightning.checkpoint.agreement import on_first_rank, together
-from megatron_lightning.checkpoint.commit import is_committed
 from megatron_lightning.checkpoint.format.files import new_identifier, sync_directory, write_file
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.format.storage import completed_file
@@ -43,8 +42,9 @@ from megatron_lightning.checkpoint.local_copies.local_parts import (
     open_part,
     part_snapshot,
 )
-from megatron_lightning.checkpoint.saving import Snapshot, write_snapshot
-from megatron_lightning.checkpoint.source import CheckpointSource
+from megatron_lightning.checkpoint.reading.source import CheckpointSource
+from megatron_lightning.checkpoint.writing.commit import is_committed
+from megatron_lightning.checkpoint.writing.saving import Snapshot, write_snapshot
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.shards.tensor_shards import TensorShards

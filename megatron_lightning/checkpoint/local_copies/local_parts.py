@@ -11,11 +11,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lightning.checkpoint.commit import is_committed
 from megatron_lightning.checkpoint.format.manifest import TensorInfo, dtype_of
 from megatron_lightning.checkpoint.format.structure import check_structure
-from megatron_lightning.checkpoint.saving import Snapshot, take_snapshot
-from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.checkpoint.reading.source import CheckpointSource, open_checkpoint
+from megatron_lightning.checkpoint.writing.commit import is_committed
+from megatron_lightning.checkpoint.writing.saving import Snapshot, take_snapshot
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.shards.spec import Box, Shape, Shard
 from megatron_lightning.parallel.shards.tensor_shards import TensorShards

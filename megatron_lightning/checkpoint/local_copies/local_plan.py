@@ -10,9 +10,9 @@ from typing import Any
 from megatron_lightning.checkpoint.agreement import on_first_rank
 from megatron_lightning.checkpoint.listing import list_checkpoints
 from megatron_lightning.checkpoint.local_copies.local import LocalCopies, Pointer
-from megatron_lightning.checkpoint.saver import Save
-from megatron_lightning.checkpoint.saving import Snapshot
-from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.checkpoint.reading.source import CheckpointSource, open_checkpoint
+from megatron_lightning.checkpoint.writing.saver import Save
+from megatron_lightning.checkpoint.writing.saving import Snapshot
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.shards.tensor_shards import TensorShards

@@ -22,7 +22,7 @@ from megatron_lightning.checkpoint.format.streaming import (
     write_checkpoint,
 )
 from megatron_lightning.checkpoint.progress import Advance, silent
-from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.checkpoint.reading.source import CheckpointSource, open_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.parallel.shards.spec import Box
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megatron_lightning.checkpoint.format.storage import folder_of
 from megatron_lightning.checkpoint.listing import read_manifest
 from megatron_lightning.checkpoint.progress import progress_bar
-from megatron_lightning.checkpoint.source import open_checkpoint
+from megatron_lightning.checkpoint.reading.source import open_checkpoint
 from megatron_lightning.checkpoint.tools import (
     averaging,
     consolidation,

@@ -22,7 +22,7 @@ from megatron_lightning.checkpoint.format.shard_file import header_bytes, header
 from megatron_lightning.checkpoint.format.storage import completed_file, is_remote, local_path
 from megatron_lightning.checkpoint.format.streaming import CHUNK_BYTES, read_box, slabs
 from megatron_lightning.checkpoint.progress import Advance, silent
-from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.checkpoint.reading.source import CheckpointSource, open_checkpoint
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.shards.spec import Box, Shard
 

@@ -10,7 +10,11 @@ from math import prod
 from typing import Any
 
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
-from megatron_lightning.checkpoint.source import CheckpointSource, DirectorySource, open_checkpoint
+from megatron_lightning.checkpoint.reading.source import (
+    CheckpointSource,
+    DirectorySource,
+    open_checkpoint,
+)
 
 
 def describe(path: str | os.PathLike[str], *, tensors: str | None = None) -> str:

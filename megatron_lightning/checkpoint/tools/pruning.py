@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lightning.checkpoint.commit import is_committed, remove_checkpoint
 from megatron_lightning.checkpoint.format.files import release, try_lock
 from megatron_lightning.checkpoint.format.storage import (
     Folder,
@@ -27,7 +26,8 @@ from megatron_lightning.checkpoint.listing import (
     list_checkpoints,
     read_manifest,
 )
-from megatron_lightning.checkpoint.source import open_checkpoint
+from megatron_lightning.checkpoint.reading.source import open_checkpoint
+from megatron_lightning.checkpoint.writing.commit import is_committed, remove_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.file_names import EXPORT_FOLDER, MANIFEST, OUR_FILES
 

@@ -17,7 +17,7 @@ from megatron_lightning.checkpoint.format.streaming import (
 )
 from megatron_lightning.checkpoint.listing import read_manifest
 from megatron_lightning.checkpoint.progress import Advance, silent
-from megatron_lightning.checkpoint.source import DirectorySource, open_checkpoint
+from megatron_lightning.checkpoint.reading.source import DirectorySource, open_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.parallel.shards.spec import Box, Shape
 

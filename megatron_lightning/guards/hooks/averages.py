@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
-from megatron_lightning.assembly.replicas import check_trained_replicas
+from megatron_lightning.assembly.checks.replicas import check_trained_replicas
 from megatron_lightning.guards.guard import Fit, Guard
 from megatron_lightning.parallel.shards.other_stages import is_absent
 from megatron_lightning.pipeline.stages.stage import StagePartition

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_lightning.assembly.replicas import diverged
+from megatron_lightning.assembly.checks.replicas import diverged
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.guards.guard import Fit, Guard
 from megatron_lightning.parallel.grid.context import AxisGroup

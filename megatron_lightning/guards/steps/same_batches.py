@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_lightning.assembly.replicas import check_same_batch
+from megatron_lightning.assembly.checks.replicas import check_same_batch
 from megatron_lightning.guards.guard import Fit, Guard
 from megatron_lightning.step.participant import StepBatch
 from megatron_lightning.step.run_context import RunContext

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_lightning.assembly.replicas import diverged, fingerprints
+from megatron_lightning.assembly.checks.replicas import diverged, fingerprints
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.linear.gemm import is_quantized
 from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megatron_lightning.assembly.checks.replicas import fingerprints
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.assembly.replicas import fingerprints
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.linear.gemm import is_quantized
 from megatron_lightning.parallel.grid.context import ParallelContext

@@ -19,9 +19,9 @@ from megatron_lightning.assembly.assemble import assemble
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.bridge.auto import AutoBridge, is_checkpoint
-from megatron_lightning.bridge.folder_record import read_kept
-from megatron_lightning.bridge.meta_models import deferred_weights
-from megatron_lightning.bridge.transformers_model import read_weights
+from megatron_lightning.bridge.folders.folder_record import read_kept
+from megatron_lightning.bridge.hf_models.meta_models import deferred_weights
+from megatron_lightning.bridge.hf_models.transformers_model import read_weights
 from megatron_lightning.checkpoint import CheckpointSource, open_checkpoint
 from megatron_lightning.checkpoint.kept_files import KeptFiles, read_kept_tokenizer
 from megatron_lightning.checkpoint.text_record import end_tokens, read_texts

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from megatron_lightning.bridge.hub import find_file
+from megatron_lightning.bridge.folders.hub import find_file
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.checkpoint.text_record import end_tokens
 from megatron_lightning.data.chat.token_bytes import TokenBytes

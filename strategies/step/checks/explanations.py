@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_lightning.assembly.shape_errors import explained_shapes
+from megatron_lightning.assembly.checks.shape_errors import explained_shapes
 from megatron_lightning.step.participant import StepParticipant
 from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.step.step_run import StepRun

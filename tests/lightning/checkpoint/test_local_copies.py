@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megatron_lightning.callbacks import LocalCopyCheckpoint
 from megatron_lightning.checkpoint.local_copies import local
-from megatron_lightning.checkpoint.saver import Saver
+from megatron_lightning.checkpoint.writing.saver import Saver
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import CheckpointError, ConfigError
 from tests.helpers.toy import ToyModule

@@ -25,7 +25,8 @@ from torch.distributed import DistNetworkError
 
 from megatron_lightning import compat
 from megatron_lightning.callbacks import LocalCopyCheckpoint, RescueCheckpoint
-from megatron_lightning.checkpoint import commit, is_committed, open_checkpoint
+from megatron_lightning.checkpoint import is_committed, open_checkpoint
+from megatron_lightning.checkpoint.writing import commit
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.stepping.external_writes import WrittenWeights

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron_lightning.checkpoint import TensorShards, is_committed
-from megatron_lightning.checkpoint.background import HostBuffer
-from megatron_lightning.checkpoint.saver import Save, Saver
-from megatron_lightning.checkpoint.saving import take_snapshot, write_snapshot
+from megatron_lightning.checkpoint.writing.background import HostBuffer
+from megatron_lightning.checkpoint.writing.saver import Save, Saver
+from megatron_lightning.checkpoint.writing.saving import take_snapshot, write_snapshot
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.grid.context import ALONE

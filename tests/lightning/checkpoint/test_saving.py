@@ -19,11 +19,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from megatron_lightning.checkpoint import commit, is_committed, open_checkpoint, saving
+from megatron_lightning.checkpoint import is_committed, open_checkpoint
 from megatron_lightning.checkpoint.listing import read_manifest
-from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.checkpoint.tools.resharding import reshard
 from megatron_lightning.checkpoint.tools.verification import verify
+from megatron_lightning.checkpoint.writing import commit, saving
+from megatron_lightning.checkpoint.writing.saver import Saver
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.strategies import MegatronStrategy

@@ -19,7 +19,7 @@ import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing import ProcessRaisedException
 
-from megatron_lightning.checkpoint.source import open_checkpoint
+from megatron_lightning.checkpoint.reading.source import open_checkpoint
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.strategies.launch.popen_launcher import ScriptLauncher

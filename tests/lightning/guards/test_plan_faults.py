@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from megatron_lightning.assembly.shape_errors import _mismatch
+from megatron_lightning.assembly.checks.shape_errors import _mismatch
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.styles import (
     ColumnParallel,

@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Muon, Optimizer, RMSprop
 
 from megatron_lightning.checkpoint.format.naming import OWN
-from megatron_lightning.checkpoint.source import DirectorySource, open_checkpoint
+from megatron_lightning.checkpoint.reading.source import DirectorySource, open_checkpoint
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.optim import ChainedOptimizer
 from megatron_lightning.strategies import MegatronStrategy

@@ -12,7 +12,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from torch import nn
 from torch.optim import Adadelta, Adagrad, Adamax, AdamW, RMSprop
 
-from megatron_lightning.assembly.layout_checks import check_trained_layers
+from megatron_lightning.assembly.checks.layout_checks import check_trained_layers
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.buckets import assigned_layout, flat_layout

@@ -18,15 +18,21 @@ from torch import Tensor
 
 from megatron_lightning.bridge import AutoBridge
 from megatron_lightning.bridge.families import FAMILIES, family_like, family_of
-from megatron_lightning.bridge.inverse import assembled
-from megatron_lightning.bridge.rules import (
+from megatron_lightning.bridge.family_rules.family import (
     _WITHOUT_EFFECT,
     Family,
     missing_fields,
     to_config,
     to_theirs,
 )
-from megatron_lightning.bridge.settings import TRAINING, Settings, build_config, differing, flat
+from megatron_lightning.bridge.family_rules.settings import (
+    TRAINING,
+    Settings,
+    build_config,
+    differing,
+    flat,
+)
+from megatron_lightning.bridge.tensors.inverse import assembled
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.models import GPTModel
 

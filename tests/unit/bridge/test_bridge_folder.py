@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_lightning.bridge.export import write_folder
-from megatron_lightning.bridge.folder import HuggingFaceFolder
-from megatron_lightning.bridge.folder_record import keep
+from megatron_lightning.bridge.folders.export import write_folder
+from megatron_lightning.bridge.folders.folder import HuggingFaceFolder
+from megatron_lightning.bridge.folders.folder_record import keep
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
 from megatron_lightning.file_names import PICKLED_INDEX, PICKLED_WEIGHTS, WEIGHTS, WEIGHTS_INDEX
 from megatron_lightning.parallel.shards.spec import Box

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.tensors.lazy import Lazy
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.shards.spec import Box
 

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from megatron_lightning.bridge import AutoBridge
 from megatron_lightning.bridge.commands import export, import_, verify
-from megatron_lightning.bridge.megatron import MegatronBridge
-from megatron_lightning.bridge.torch_dist import MegatronFolder
-from megatron_lightning.checkpoint.source import open_checkpoint
+from megatron_lightning.bridge.megatron_checkpoints.megatron import MegatronBridge
+from megatron_lightning.bridge.megatron_checkpoints.torch_dist import MegatronFolder
+from megatron_lightning.checkpoint.reading.source import open_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
 from megatron_lightning.parallel.shards.spec import Box, Shard
 

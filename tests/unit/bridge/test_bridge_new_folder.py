@@ -12,7 +12,7 @@ import torch
 
 from megatron_lightning.bridge import AutoBridge, commands
 from megatron_lightning.bridge.families import family_like
-from megatron_lightning.bridge.rules import missing_fields
+from megatron_lightning.bridge.family_rules.family import missing_fields
 from megatron_lightning.cli import main
 from megatron_lightning.config import DeltaNetConfig, TransformerConfig
 from megatron_lightning.errors import ConfigError

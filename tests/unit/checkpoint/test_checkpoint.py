@@ -20,7 +20,6 @@ from megatron_lightning.checkpoint import (
     read_full,
     save_sharded,
 )
-from megatron_lightning.checkpoint.background import HostBuffer
 from megatron_lightning.checkpoint.format.manifest import (
     BLOCK_BYTES,
     DTYPE_CODES,
@@ -29,8 +28,9 @@ from megatron_lightning.checkpoint.format.manifest import (
     TensorInfo,
     check_tiling,
 )
-from megatron_lightning.checkpoint.saving import take_snapshot, write_snapshot
 from megatron_lightning.checkpoint.tools.verification import verify
+from megatron_lightning.checkpoint.writing.background import HostBuffer
+from megatron_lightning.checkpoint.writing.saving import take_snapshot, write_snapshot
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel import ShardSpec
 from megatron_lightning.parallel.shards.spec import Box, Shard

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from megatron_lightning.checkpoint import (
-    commit,
     consolidate,
     is_committed,
     open_checkpoint,
     remove_checkpoint,
 )
+from megatron_lightning.checkpoint.writing import commit
 from megatron_lightning.errors import CheckpointError
 from tests.helpers.checkpoints import assert_equal, load_tensors, save_tensors, some_tensors
 

@@ -28,8 +28,8 @@ from megatron_lightning.checkpoint import (
     remove_checkpoint,
     save_sharded,
 )
-from megatron_lightning.checkpoint.commit import pending_save
 from megatron_lightning.checkpoint.format.storage import completed_file
+from megatron_lightning.checkpoint.writing.commit import pending_save
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
 from megatron_lightning.file_names import MANIFEST
 

@@ -28,7 +28,7 @@ def test_a_mistyped_checkpoint_is_named_without_a_request_of_the_hub(
 ) -> None:
     """The path has the form of a Hub id."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megatron_lightning.bridge.hub._snapshot", None)
+    monkeypatch.setattr("megatron_lightning.bridge.folders.hub._snapshot", None)
     with pytest.raises(MissingCheckpointError, match=r"file not found: checkpoints/last\.ckpt\."):
         generate(ModelOptions(checkpoint="checkpoints/last.ckpt"), "x")
 

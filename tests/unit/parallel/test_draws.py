@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.assembly.replicas import _sketch
+from megatron_lightning.assembly.checks.replicas import _sketch
 from megatron_lightning.data.pretraining.mock import MockGPTDataset
 from megatron_lightning.optim.stepping.probe import _random
 from megatron_lightning.parallel.random.rng import RngStreams

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lightning.assembly import replicas
-from megatron_lightning.assembly.replicas import fingerprint, fingerprints
+from megatron_lightning.assembly.checks import replicas
+from megatron_lightning.assembly.checks.replicas import fingerprint, fingerprints
 
 
 @pytest.mark.parametrize("size", [0, 3, 64, 1001])

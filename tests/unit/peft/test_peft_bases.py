@@ -20,7 +20,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_lightning.bridge import AutoBridge
-from megatron_lightning.bridge.meta_models import deferred_weights
+from megatron_lightning.bridge.hf_models.meta_models import deferred_weights
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.peft import LoRA, load_adapters, save_adapters
 from megatron_lightning.peft.commands import import_, merge

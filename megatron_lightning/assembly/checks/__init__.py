@@ -1,0 +1,1 @@
+"""Checks of a module, its layout and its ranks."""

@@ -1,0 +1,1 @@
+"""Hugging Face folders: found, read, recorded in checkpoints and written."""

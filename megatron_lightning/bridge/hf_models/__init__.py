@@ -1,0 +1,1 @@
+"""Untouched models of ``transformers`` with the weights of a folder."""

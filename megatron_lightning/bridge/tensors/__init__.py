@@ -1,0 +1,1 @@
+"""Lazy tensors of files, and the moves that make parameters of them and back."""

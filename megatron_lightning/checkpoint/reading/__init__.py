@@ -1,0 +1,1 @@
+"""Read checkpoints: sources of tensors, and loading them in any layout."""
