@@ -7,6 +7,7 @@ stage of each, and nothing is held or computed twice.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from megatron_lightning.layers.losses.divergence import (
 )
 from megatron_lightning.layers.losses.loss import Vocabulary, losses_of
 from megatron_lightning.models.token_outputs import (
+    temperature_of,
     token_logits,
     token_losses_of,
     vocabulary_size,
@@ -144,6 +146,7 @@ class ReferencePair(FrozenPair):
                 reference = self.frozen_output(self.frozen(tokens, labels, padding=padding))
             else:
                 logits, vocabulary = token_logits(self.frozen, tokens)
+                vocabulary = replace(vocabulary, temperature=temperature_of(self.frozen))
                 reference = self.frozen_output(logits, labels, vocabulary)
         return reference, token_losses_of(self.trained, tokens, labels, padding=padding)
 

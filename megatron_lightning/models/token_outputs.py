@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +22,22 @@ _TEMPERATURE = "_loss_temperature"
 
 
 def set_temperature(model: nn.Module, temperature: float) -> None:
-    """Divide the logits of all later token losses of a model by ``temperature``, as a sampler does.
-    Logits that the model returns stay as they are.
+    """Divide the logits by ``temperature``, as a sampler does, in later losses of
+    :func:`token_losses_of` and :func:`losses_and_router_loss`, also in validation. A ``GPTModel``
+    does so in its own losses, too. Logits stay as they are. A
+    :class:`~megatron_lightning.modules.HuggingFaceModule` computes its losses by its ``loss``,
+    which has a ``temperature`` of its own.
 
     Raises:
-        ConfigError: If a ``GPTModel`` has another loss than ours.
+        ConfigError: If the temperature is no positive number, or a ``GPTModel`` has another loss
+            than ours.
     """
+    if not 0.0 < temperature < math.inf:
+        raise ConfigError(
+            f"temperature is {temperature}, and logits are divided by it. Set a number above 0: "
+            "texts sampled without a temperature (0: the likeliest token) have no log-probability "
+            "to train."
+        )
     if not isinstance(model, GPTModel):
         vars(model)[_TEMPERATURE] = temperature
     elif isinstance(model.loss, CrossEntropy):
@@ -38,7 +49,8 @@ def set_temperature(model: nn.Module, temperature: float) -> None:
         )
 
 
-def _temperature_of(model: nn.Module) -> float:
+def temperature_of(model: nn.Module) -> float:
+    """Return the temperature of a model of ``transformers``. See :func:`set_temperature`."""
     temperature: float = vars(model).get(_TEMPERATURE, 1.0)
     return temperature
 
@@ -70,7 +82,7 @@ def losses_and_router_loss(
     """
     if isinstance(model, GPTModel):
         return model(tokens, labels, **inputs), None
-    loss = CrossEntropy(temperature=_temperature_of(model))
+    loss = CrossEntropy(temperature=temperature_of(model))
     with awaited_losses(model, labels, loss) as awaited:
         if awaited.is_awaited:
             output = _call(model, tokens, inputs)
@@ -78,7 +90,7 @@ def losses_and_router_loss(
             return losses, router_loss(model, output, tokens, inputs.get("padding"))
     with local_logits(model) as vocabulary:
         output = _call(model, tokens, inputs)
-    vocabulary = replace(vocabulary, temperature=_temperature_of(model))
+    vocabulary = replace(vocabulary, temperature=temperature_of(model))
     losses = losses_of(output.logits, labels, vocabulary)
     return losses, router_loss(model, output, tokens, inputs.get("padding"))
 
@@ -96,7 +108,7 @@ def token_logits(model: nn.Module, tokens: Tensor, **inputs: Any) -> tuple[Tenso
             logits: Tensor = model(tokens, **inputs)
         else:
             logits = _call(model, tokens, inputs).logits
-    return logits, replace(vocabulary, temperature=_temperature_of(model))
+    return logits, vocabulary
 
 
 def _call(model: nn.Module, tokens: Tensor, inputs: dict[str, Tensor]) -> Any:

@@ -4,6 +4,7 @@ same temperature gives the recorded log-probabilities.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.config import TransformerConfig
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Completion, Engine, Sampling
+from megatron_lightning.layers.losses.loss import ALONE, Vocabulary, losses_of
 from megatron_lightning.models import GPTModel
-from megatron_lightning.models.token_outputs import set_temperature, token_losses_of
+from megatron_lightning.models.teacher_student import ReferencePair
+from megatron_lightning.models.token_outputs import set_temperature, token_logits, token_losses_of
 
 PROMPT = [3, 5, 7]
 
@@ -76,3 +80,46 @@ def test_losses_of_a_transformers_model_and_their_gradient_take_a_temperature() 
     torch.testing.assert_close(losses, wanted, rtol=1e-6, atol=1e-6)
     for grad, want in zip(torch.autograd.grad(losses.sum(), parameters), expected, strict=True):
         assert (grad - want).norm() <= 2e-6 * want.norm()
+
+
+@pytest.mark.parametrize("make", [_gpt, _llama])
+def test_logits_and_their_losses_elsewhere_have_no_temperature(
+    make: Callable[[], nn.Module],
+) -> None:
+    """Distillation divides the logits of both models by its own temperature."""
+    model, tokens = make(), torch.tensor([PROMPT])
+    expected, _ = token_logits(model, tokens)
+    set_temperature(model, 0.5)
+    logits, vocabulary = token_logits(model, tokens)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0)
+    assert vocabulary.temperature == 1.0
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_temperature_that_divides_nothing_is_refused(temperature: float) -> None:
+    with pytest.raises(ConfigError, match="Set a number above 0"):
+        set_temperature(_gpt(), temperature)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_gradients_of_capped_and_divided_logits_are_those_of_autograd(
+    softcap: float | None,
+) -> None:
+    logits = 3.0 * torch.randn(5, 16, generator=torch.Generator().manual_seed(3)).double()
+    targets = torch.arange(5)
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    losses_of(
+        ours, targets, Vocabulary(ALONE, 16, softcap=softcap, temperature=0.6)
+    ).sum().backward()
+    x = theirs if softcap is None else (theirs / softcap).tanh() * softcap
+    nn.functional.cross_entropy(x / 0.6, targets, reduction="sum").backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_reference_takes_its_temperature() -> None:
+    pair = ReferencePair(_llama(), _llama())
+    set_temperature(pair.frozen, 0.7)
+    set_temperature(pair.trained, 0.7)
+    tokens = torch.tensor([PROMPT])
+    reference, policy = pair(tokens[:, :-1], tokens[:, 1:])
+    torch.testing.assert_close(reference, policy)
