@@ -61,8 +61,10 @@ def read_group(kind: type[T], given: Any, path: str, errors: Errors) -> T | None
     hints = get_type_hints(kind)
     arguments: dict[str, Any] = {}
     refused: dict[str, str] = {}
-    for name in filter(options.get, values):
-        value, group = values[name], _group_of(hints[name], values[name])
+    for name, value in values.items():
+        if name not in options:
+            continue
+        group = _group_of(hints[name], value)
         if group is not None:
             made_group = read_group(group, value, f"{path}.{name}", errors)
             arguments |= {} if made_group is None else {name: made_group}
