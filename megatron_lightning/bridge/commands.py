@@ -22,8 +22,7 @@ from megatron_lightning.bridge.hf_models.logits import compare_logits
 from megatron_lightning.bridge.import_folder import import_folder
 from megatron_lightning.bridge.megatron_checkpoints.megatron import MegatronBridge
 from megatron_lightning.bridge.megatron_checkpoints.torch_dist import is_megatron
-from megatron_lightning.bridge.tensors.inverse import assembled
-from megatron_lightning.bridge.tensors.lazy import Lazy
+from megatron_lightning.bridge.verification import compare_folders, round_trip
 from megatron_lightning.checkpoint.progress import progress_bar
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
 
@@ -204,18 +203,11 @@ def verify(
         path, revision=revision, trust_remote_code=trust_remote_code, family=family
     )
     is_gpt = to == "gpt"
-    folder, parameters, pieces = bridge.plan(bridge.to_config() if is_gpt else None)
-    fills = {name: lazy.fill for name, lazy in parameters.items()}
-    # There and back tensor by tensor, since a comparison of logits alone misses tensors that do not
-    # reach them.
-    tensors = assembled(folder, pieces, fills)
-    differing = [
-        name for name, theirs in folder.tensors.items() if not _equal(theirs, tensors[name])
-    ]
-    if differing:
+    found = round_trip(bridge, is_gpt=is_gpt)
+    if found.differing:
         raise CheckpointError(
-            f"{len(differing)} of {len(tensors)} tensors of {path} come back with other values: "
-            f"{', '.join(differing[:_LISTED])}."
+            f"{len(found.differing)} of {found.num_tensors} tensors of {path} come back with other "
+            f"values: {', '.join(found.differing[:_LISTED])}."
         )
     comparison = compare_logits(bridge, is_gpt=is_gpt)
     if math.isnan(comparison.difference):
@@ -232,7 +224,7 @@ def verify(
         )
     memory = "one block in memory at a time" if comparison.by_block else "all weights in memory"
     print(
-        f"{path}: {len(tensors)} tensors come back equal, and logits differ by "
+        f"{path}: {found.num_tensors} tensors come back equal, and logits differ by "
         f"{comparison.difference:.1e} of the largest one ({memory})."
     )
 
@@ -247,14 +239,14 @@ def compare(first: str, second: str) -> None:
     Raises:
         MissingCheckpointError: If there is no such folder, and the Hub has no such id.
     """
-    a, b = (HuggingFaceFolder(local_folder(path)).tensors for path in (first, second))
-    rows = [f"only in {first}: {name}" for name in a if name not in b]
-    rows += [f"only in {second}: {name}" for name in b if name not in a]
-    rows += [f"differs: {name}" for name in a if name in b and not _equal(a[name], b[name])]
-    if rows:
+    found = compare_folders(*(HuggingFaceFolder(local_folder(path)) for path in (first, second)))
+    if not found.are_equal:
+        rows = [f"only in {first}: {name}" for name in found.only_in_first]
+        rows += [f"only in {second}: {name}" for name in found.only_in_second]
+        rows += [f"differs: {name}" for name in found.differing]
         print("\n".join(rows))
         raise SystemExit(1)
-    print(f"{len(a)} tensors are equal.")
+    print(f"{found.num_equal} tensors are equal.")
 
 
 COMMANDS: Mapping[str, Callable[..., Any]] = MappingProxyType(
@@ -265,10 +257,3 @@ COMMANDS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
-
-
-def _equal(first: Lazy, second: Lazy) -> bool:
-    if (first.shape, first.dtype) != (second.shape, second.dtype):
-        return False
-    values = (tensor.read().reshape(-1).view(torch.uint8) for tensor in (first, second))
-    return torch.equal(*values)

@@ -52,34 +52,54 @@ class Comparison:
 
 
 @torch.no_grad()
-def compare_logits(bridge: AutoBridge, *, is_gpt: bool) -> Comparison:
+def compare_logits(
+    bridge: AutoBridge, *, is_gpt: bool, reference: AutoBridge | None = None
+) -> Comparison:
     """Compare the logits of a folder's model with the logits of ``transformers``.
 
     Args:
         bridge: The folder.
         is_gpt: Whether our model is a :class:`GPTModel`, not the untouched model.
+        reference: The folder that ``transformers`` reads. None: the same folder, whose damages both
+            models share.
 
     Raises:
         CheckpointError: If a buffer differs.
         ConfigError: If ``transformers`` cannot load or run the folder's model here.
     """
-    comparison = _by_block(bridge, is_gpt=is_gpt) if bridge.is_plain_folder else None
+    reference = reference or bridge
+    are_plain = bridge.is_plain_folder and reference.is_plain_folder
+    comparison = _by_block(bridge, reference, is_gpt=is_gpt) if are_plain else None
     if comparison is None or math.isnan(comparison.difference):
-        comparison = _whole(bridge, is_gpt=is_gpt)
+        comparison = _whole(bridge, reference, is_gpt=is_gpt)
     return comparison
 
 
-def _by_block(bridge: AutoBridge, *, is_gpt: bool) -> Comparison | None:
+@torch.no_grad()
+def logits_of(bridge: AutoBridge, tokens: Tensor, *, is_gpt: bool) -> Tensor:
+    """Return the logits [b, s, v] of a folder's model in fp32, with a block in memory at a time.
+
+    Args:
+        bridge: The folder.
+        tokens: Token ids [b, s].
+        is_gpt: Whether the model is a :class:`GPTModel`, not the untouched model.
+    """
+    model = _gpt(bridge) if is_gpt else _untouched(bridge)
+    logits, _ = model.run({"tokens" if is_gpt else "input_ids": tokens})
+    return logits
+
+
+def _by_block(bridge: AutoBridge, reference: AutoBridge, *, is_gpt: bool) -> Comparison | None:
     """Return the comparison. None: a model does not run in parts."""
-    theirs = _stock(bridge)
-    inputs = sample_inputs(bridge.config, theirs.model)
+    theirs = _stock(reference)
+    inputs = sample_inputs(reference.config, theirs.model)
     ours = _gpt(bridge) if is_gpt else _untouched(bridge)
     try:
         their_logits, blocks = theirs.run(inputs)
         logits, our_blocks = ours.run({"tokens": inputs["input_ids"]} if is_gpt else inputs)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError):
         return None
-    difference = _relative(logits, their_logits)
+    difference = relative(logits, their_logits)
     return Comparison(
         difference, _first_different(our_blocks, blocks, is_gpt=is_gpt), by_block=True
     )
@@ -94,16 +114,16 @@ def _any_width(model: Any) -> Any:
     return model
 
 
-def _whole(bridge: AutoBridge, *, is_gpt: bool) -> Comparison:
+def _whole(bridge: AutoBridge, reference: AutoBridge, *, is_gpt: bool) -> Comparison:
     """Compare models with all weights in memory."""
-    theirs = _any_width(bridge.reference_model().eval())
-    inputs = sample_inputs(bridge.config, theirs)
+    theirs = _any_width(reference.reference_model().eval())
+    inputs = sample_inputs(reference.config, theirs)
     try:
         their_logits = first_output(theirs(**inputs))
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"transformers cannot run the model of {bridge.origin} here ({reason}) with "
+            f"transformers cannot run the model of {reference.origin} here ({reason}) with "
             f"{', '.join(inputs)}, so that there are no logits to compare with. All tensors come "
             "back equal."
         ) from error
@@ -113,10 +133,20 @@ def _whole(bridge: AutoBridge, *, is_gpt: bool) -> Comparison:
     else:
         ours = _any_width(fill_weights(bridge.lazy_model(dtype=torch.float32)).eval())
         our_logits = first_output(ours(**inputs))
-    return Comparison(_relative(our_logits, their_logits), None, by_block=False)
+    return Comparison(relative(our_logits, their_logits), None, by_block=False)
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest expected value.
+
+    Raises:
+        CheckpointError: If the shapes differ.
+    """
+    if found.shape != expected.shape:
+        raise CheckpointError(
+            f"logits are {tuple(found.shape)} here and {tuple(expected.shape)} there: the models "
+            "have other vocabularies."
+        )
     return float((found - expected).abs().max() / expected.abs().max())
 
 
@@ -132,7 +162,7 @@ def _first_different(
     for path, their_path in pairs:
         for x, y in zip(own[path], theirs[their_path], strict=False):
             hidden = x.transpose(0, 1) if is_gpt else x
-            if hidden.shape != y.shape or not _relative(hidden, y) <= TOLERANCE:
+            if hidden.shape != y.shape or not relative(hidden, y) <= TOLERANCE:
                 return their_path
     return None
 
