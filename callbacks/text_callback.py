@@ -13,7 +13,10 @@ from megatron_lightning.inference.commands.text_codec import Codec
 from megatron_lightning.inference.engine.engine_options import EngineOptions
 from megatron_lightning.inference.engine.own_generate import OwnGenerate
 from megatron_lightning.inference.engine.text_engine import Engine
-from megatron_lightning.strategies.outputs.texts import find_codec, text_engine
+from megatron_lightning.inference.live.live_codec import find_codec
+from megatron_lightning.inference.live.live_engine import find_text_model
+from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.strategies.megatron import MegatronStrategy
 
 
 class TextCallback(pl.Callback, ABC):
@@ -79,5 +82,35 @@ class TextCallback(pl.Callback, ABC):
             ConfigError: If no tokenizer is found, or the model cannot write text on this layout.
         """
         if self._codec is None:
-            self._codec = find_codec(trainer, module, *self._tokenizer)
-        return self._codec, text_engine(trainer, module, self._codec, self._options)
+            data = getattr(trainer, "datamodule", None)
+            self._codec = find_codec(module, data, *self._tokenizer)
+        return self._codec, _text_engine(trainer, module, self._codec, self._options)
+
+
+def _text_engine(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    codec: Codec,
+    options: EngineOptions | None,
+) -> Engine | OwnGenerate:
+    """Return an engine for the model of a running Trainer, under any strategy.
+
+    Raises:
+        ConfigError: If no model can write text on this layout.
+    """
+    if isinstance(trainer.strategy, MegatronStrategy):
+        return trainer.strategy.engine(options, stops=codec.stops, decode=codec.decode)
+    model = find_text_model(module)
+    if not isinstance(model, GPTModel):
+        raise ConfigError(
+            f"{type(model).__name__} writes text under MegatronStrategy only. Set "
+            "strategy=MegatronStrategy() (on one device, too)."
+        )
+    return Engine.of(
+        model,
+        options=options,
+        stops=codec.stops,
+        decode=codec.decode,
+        keeps_cache=False,
+        forward_context=trainer.precision_plugin.val_step_context,
+    )

@@ -212,6 +212,20 @@ def quantizing(precision: Precision | None) -> MegatronFP8Precision | None:
     return precision if isinstance(precision, MegatronFP8Precision) else None
 
 
+@contextmanager
+def forward_outside_steps(precision: Precision) -> Generator[None, None, None]:
+    """Enter around a forward between steps, under autocast as in validation. FP8 histories stay
+    unchanged. Quantized weights are dropped afterwards, since hooks may write weights before the
+    next step.
+    """
+    with precision.val_step_context():
+        try:
+            yield
+        finally:
+            if (plugin := quantizing(precision)) is not None:
+                plugin.forget_weights()
+
+
 def parameter_storage(
     module: pl.LightningModule, part: Part, precision: Precision
 ) -> ParameterStorage:

@@ -87,7 +87,7 @@ _READS_SETTINGS = re.compile(
 )
 
 
-_GUARDS = ("assembly.state.saving_guard", "strategies.outputs.after_fit")
+_GUARDS = ("assembly.state.saving_guard", "guards.part_saving")
 
 
 def refuses_settings(error: BaseException) -> bool:

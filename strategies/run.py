@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 
 from megatron_lightning.assembly.checks.replicas import check_trained_replicas
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.assembly.state.full_state import FullState
+from megatron_lightning.assembly.state.full_state import FullState, path_of
 from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.assembly.state.saving_guard import SavingGuard
 from megatron_lightning.checkpoint.writing.saver import Saver
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.guards.part_saving import PartSaving
+from megatron_lightning.guards.part_saving import PartSaving, PartWarning
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.step.run_context import RunContext
@@ -38,6 +38,7 @@ from megatron_lightning.strategies.lightning_internals import (
     attached_trainer,
     connector_of,
     hide_sync_advice,
+    saves_or_loads,
 )
 from megatron_lightning.strategies.module import (
     compile_module,
@@ -47,7 +48,6 @@ from megatron_lightning.strategies.module import (
     wrap_configure_model,
 )
 from megatron_lightning.strategies.options import StrategyOptions
-from megatron_lightning.strategies.outputs.after_fit import PartWarning, full_state
 from megatron_lightning.strategies.partitioned_module import PartitionedModule
 from megatron_lightning.strategies.progress import Progress
 from megatron_lightning.strategies.step.gradients.training import Training
@@ -67,8 +67,6 @@ if TYPE_CHECKING:
     # Text and folders are imported on first use: most runs write none.
     from megatron_lightning.bridge.live.live_folder import LiveFolder
     from megatron_lightning.bridge.live.weight_stream import WeightStream
-    from megatron_lightning.inference.engine.own_generate import OwnGenerate
-    from megatron_lightning.inference.engine.text_engine import Engine
 
 
 class Run:
@@ -250,7 +248,9 @@ class Run:
         if self.part.units is not None or self._options.layout.model_parallel_size > 1:
             judge = PartSaving.judge_of(scope)
             refuse = None if judge is None else judge.refuse
-            SavingGuard.attach(self._partitioned.state(), PartWarning(judge), refuse)
+            SavingGuard.attach(
+                self._partitioned.state(), PartWarning(judge, saves_or_loads), refuse
+            )
         if self._options.is_native:
             self._steps = NativeStepRunner(scope, training)
         else:
@@ -328,20 +328,6 @@ class Run:
     def has_trained(self) -> bool:
         """Whether there are optimizers and gradients."""
         return self._training is not None
-
-    def engine(self, precision: Precision, **options: Any) -> Engine | OwnGenerate:
-        """Return an engine for a model in the module. See the strategy's method."""
-        from megatron_lightning.strategies.outputs.engines import live_engine
-
-        def prepare() -> None:
-            self.refuse_in_step("text by an engine", "Write it in a hook after the step.")
-            if self._training is not None:
-                self._training.accumulation.gather.wait()
-
-        context, executor = self._ranks.context, self.executor
-        return live_engine(
-            self.module, self.part, context, executor, precision, prepare=prepare, **options
-        )
 
     def begin_evaluation(self, hook: str) -> None:
         """Begin a validation, test or prediction, before its first batch. A collective.
@@ -437,7 +423,7 @@ class Run:
         self.share_written()
         self.share_buffers()
         state = ModuleState(self.module, self.part, self._ranks.context, self._main_shards())
-        return full_state(state, self.module_state(), module)
+        return FullState(state, self.module_state(), path_of(self.module, module))
 
     def live_folder(self, module: nn.Module | None, dtype: torch.dtype | None) -> LiveFolder:
         """Return the Hugging Face folder of a model. A collective."""

@@ -40,6 +40,7 @@ from megatron_lightning.resilience.failure import (
     print_message,
     replace_traceback,
 )
+from megatron_lightning.resilience.lost_connection import is_lost_connection
 from megatron_lightning.resilience.signals import SignalPipe
 
 _FAILURE = "failure"
@@ -48,16 +49,6 @@ _ALARM = "alarm"  # set with a failure and to start a liveness check: the only p
 _STORE_SECONDS_PER_RANK = 1e-3
 _DEAD_GRACE_S = 1.0  # for a main thread waiting for a dead rank, reached by few errors
 _WAKE_S = 10.0  # for a woken main thread to raise
-_LOST = (
-    "closed by peer",
-    "reset by peer",
-    "Broken pipe",
-    "Connection refused",
-    "remote process exited",
-    "imed out",
-)
-# A path of gloo's source is in each gloo message. gloo's errors have no separate class.
-_GLOO = "gloo/"
 
 
 class FailureWatch:
@@ -352,20 +343,3 @@ class FailureWatch:
         prints = self._rank == (1 if failure.rank == 0 else 0)
         details = failure.details if prints and not is_here else ""
         print_message(f"{failure.headline}; {consequence}\n{details}".rstrip())
-
-
-def is_lost_connection(exception: BaseException | None) -> bool:
-    """Return whether an exception or a cause of the exception means the loss of another rank, by
-    the backends' messages.
-
-    The same words in another library's error, such as a timeout of a DataLoader, do not count.
-    """
-    while exception is not None:
-        text = str(exception)
-        from_backend = isinstance(exception, dist.DistError) or (
-            isinstance(exception, RuntimeError) and _GLOO in text
-        )
-        if from_backend and any(words in text for words in _LOST):
-            return True
-        exception = exception.__cause__
-    return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from typing_extensions import override
 from megatron_lightning.resilience.desync import BATCH, END_OF_TRAINING, VALIDATION
 from megatron_lightning.step.overrides import unwrapped
 from megatron_lightning.strategies.checkpoint.global_batch import keep_global_batch
+from megatron_lightning.strategies.fp8 import forward_outside_steps
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
 from megatron_lightning.strategies.step.rerun import RerunResult
 
@@ -200,8 +202,23 @@ class StepHooks(RankHooks):
             ConfigError: If the module holds no such model or several, or the model cannot write
                 text on this layout.
         """
-        return self._running.engine(
-            self.precision_plugin, model=model, options=options, stops=stops, decode=decode
+        from megatron_lightning.inference.live.live_engine import live_engine
+
+        def prepare() -> None:
+            self._refuse_in_step("text by an engine", "Write it in a hook after the step.")
+            self.wait_for_parameters()
+
+        return live_engine(
+            self.module,
+            self.part,
+            self.context,
+            self.executor,
+            model=model,
+            options=options,
+            stops=stops,
+            decode=decode,
+            forward_context=partial(forward_outside_steps, self.precision_plugin),
+            prepare=prepare,
         )
 
     # ------------------------------------------------------------------------------------ gradients

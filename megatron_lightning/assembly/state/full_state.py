@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_lightning.assembly.state.module_shards import ModuleState
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.shards.spec import Box, Shape
 from megatron_lightning.parallel.shards.tensor_shards import TensorShards
 
@@ -155,3 +156,20 @@ def _sent(shards: TensorShards) -> tuple[Shape, torch.dtype, list[Box]]:
     sends = shards.writes and shards.replicas.rank <= 0
     boxes = [shard.box for shard in shards.shards if shard.data.numel() or not shard.data.dim()]
     return shards.global_shape, shards.dtype, boxes if sends else []
+
+
+def path_of(root: nn.Module, module: nn.Module | None) -> str:
+    """Return the path of a sub-module. None: ``root`` itself.
+
+    Raises:
+        ConfigError: If ``module`` is no sub-module of ``root``.
+    """
+    if module is None:
+        return ""
+    for path, child in root.named_modules():
+        if child is module:
+            return str(path)
+    raise ConfigError(
+        f"{type(module).__name__} is no sub-module of the {type(root).__name__} that this strategy "
+        "has run. Pass a sub-module of it, such as module.model, or nothing for all of it."
+    )

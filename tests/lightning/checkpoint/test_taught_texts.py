@@ -22,11 +22,11 @@ from megatron_lightning.errors import CheckpointError
 from megatron_lightning.inference.commands.generate import generate
 from megatron_lightning.inference.commands.load import find_codec, find_stops
 from megatron_lightning.inference.commands.model_options import ModelOptions
+from megatron_lightning.inference.live.live_codec import find_codec as find_codec_of_fit
 from megatron_lightning.modules import FinetuneDataModule, GPTLightningModule, HuggingFaceModule
 from megatron_lightning.peft import LoRA
 from megatron_lightning.peft.commands import export, import_, merge
 from megatron_lightning.strategies import MegatronStrategy
-from megatron_lightning.strategies.outputs.texts import find_codec as find_codec_of_fit
 from tests.helpers.adapted import llama
 from tests.helpers.chats import CHATML_TOKENS, make_tokenizer, turn, write_rows
 from tests.helpers.layouts import tiny_config
@@ -152,8 +152,8 @@ def test_a_model_without_a_folder_keeps_the_tokenizer_of_its_data(
     checkpoint = str(tmp_path / "x.ckpt")
     module = GPTLightningModule(tiny_config(num_layers=2, vocab_size=320, max_sequence_length=32))
     data = _data(paths, tokenizer=paths.base)
-    run = _fit(module, data, Path(checkpoint), 1)
-    for codec in (find_codec(checkpoint), find_codec_of_fit(run, module, None, "sentencepiece")):
+    _fit(module, data, Path(checkpoint), 1)
+    for codec in (find_codec(checkpoint), find_codec_of_fit(module, data, None, "sentencepiece")):
         assert codec.stops == (EOS, END)
         assert codec.chat_text([turn("user", "a")]).endswith("<|im_start|>assistant\n")
     export_model(checkpoint, str(tmp_path / "folder"))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -18,6 +17,7 @@ from megatron_lightning.config import MoEConfig, RecomputeOptions, TransformerCo
 from megatron_lightning.data.text.tokenizers import train_sentencepiece
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.inference import EngineOptions, Sampling
+from megatron_lightning.inference.live.live_codec import find_codec
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.strategies.fp8 import MegatronFP8Precision
@@ -220,8 +220,5 @@ def test_what_cannot_work_is_refused(tokenizer: str) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             SampleText(**options)
-    run = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
-    from megatron_lightning.strategies.outputs.texts import find_codec
-
     with pytest.raises(ConfigError, match="came without a tokenizer"):
-        find_codec(run, GPTLightningModule(DENSE), None, "sentencepiece")
+        find_codec(GPTLightningModule(DENSE), None, None, "sentencepiece")

@@ -1,14 +1,11 @@
-"""Text and scores by the live part of a module, in a run of the Trainer."""
+"""An engine for the model in a module that trains, with its current weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
 from megatron_lightning.assembly.part import Part
@@ -22,35 +19,34 @@ from megatron_lightning.inference.engine.text_engine import Engine
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.pipeline.executor import PipelineExecutor
-from megatron_lightning.strategies.fp8 import quantizing
 
 
 def live_engine(
-    module: pl.LightningModule,
+    module: nn.Module,
     part: Part,
     context: ParallelContext,
     executor: PipelineExecutor,
-    precision: Precision,
     *,
     model: nn.Module | None,
     options: EngineOptions | None,
     stops: Sequence[int],
     decode: Decode | None,
+    forward_context: Callable[[], AbstractContextManager[Any]],
     prepare: Callable[[], object],
 ) -> Engine | OwnGenerate:
     """Return an engine for a model in the LightningModule. The engine frees its KV cache after each
     call.
 
     Args:
-        module: The LightningModule.
-        part: Description of this rank's part of the module.
+        module: This rank's part of the LightningModule.
+        part: Description of the part.
         context: Groups of this rank.
         executor: Runs the stages.
-        precision: The Trainer's precision.
         model: The model in the module. None: the only one.
         options: Sizes.
         stops: Token ids that end a text.
         decode: Returns the text of token ids.
+        forward_context: Returns the context of a forward, such as autocast.
         prepare: Called before the first forward of a call.
 
     Raises:
@@ -58,7 +54,6 @@ def live_engine(
             this layout.
     """
     model = find_text_model(module) if model is None else model
-    forward_context = partial(_forward_context, precision)
     if isinstance(model, GPTModel):
         partitioned = None if part.partition is None else part.partition.module
         if partitioned is not None and partitioned is not model:
@@ -125,16 +120,3 @@ def _transformers_models(module: nn.Module) -> list[nn.Module]:
             models.append(child)
             inner_ids |= {id(inner) for inner in child.modules()}
     return models
-
-
-@contextmanager
-def _forward_context(precision: Precision) -> Iterator[None]:
-    """Run forwards under autocast as in validation. FP8 histories stay unchanged. Quantized weights
-    are dropped afterwards, since hooks may write weights before the next step.
-    """
-    with precision.val_step_context():
-        try:
-            yield
-        finally:
-            if (fp8 := quantizing(precision)) is not None:
-                fp8.forget_weights()

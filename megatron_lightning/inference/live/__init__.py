@@ -1,0 +1,1 @@
+"""Text by the model of a run: an engine for its live weights, and its tokenizer."""

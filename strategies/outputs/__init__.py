@@ -1,1 +1,0 @@
-"""Weights, folders and text of a live model."""
