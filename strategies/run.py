@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -32,7 +31,6 @@ from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
 from megatron_lightning.strategies.checkpoint.resume_point import EpochStartRecorder, ResumePoint
-from megatron_lightning.strategies.checks.attention_kernels import report_attention
 from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.lightning_internals import (
     attached_trainer,
@@ -41,7 +39,6 @@ from megatron_lightning.strategies.lightning_internals import (
     saves_or_loads,
 )
 from megatron_lightning.strategies.module import (
-    compile_module,
     defer_weight_gradients,
     fuse_model_losses,
     print_layout,
@@ -62,11 +59,6 @@ from megatron_lightning.strategies.step.pipelined import PipelinedStepRunner
 from megatron_lightning.strategies.step.step_runner import StepRunner
 from megatron_lightning.strategies.step.validation_clock import ValidationClock
 from megatron_lightning.strategies.summary import hidden_example
-
-if TYPE_CHECKING:
-    # Text and folders are imported on first use: most runs write none.
-    from megatron_lightning.bridge.live.live_folder import LiveFolder
-    from megatron_lightning.bridge.live.weight_stream import WeightStream
 
 
 class Run:
@@ -110,11 +102,12 @@ class Run:
         # its communicators.
         earlier_module: PartitionedModule | None = None
         if previous is not None and previous.module is module:
-            earlier_module = previous._partitioned
+            earlier_module = previous.partitioned
             self._notes = previous._notes
-        self._partitioned: PartitionedModule = PartitionedModule(
+        self.partitioned: PartitionedModule = PartitionedModule(
             module, ranks.context, options, self.undo, layer_sync=layer_sync, earlier=earlier_module
         )
+        """The module: reduced to this rank's part, described and placed."""
         self._training: Training | None = None if previous is None else previous._training
         self._fits = False
         self._steps: StepRunner | None = None
@@ -144,7 +137,7 @@ class Run:
         """Copies batches to the device."""
         self.clock = ValidationClock(ranks.broadcast)
         """Decides for all ranks when a validation by time is due."""
-        wrap_configure_model(module, self._partitioned.assemble_built, self._until_setup)
+        wrap_configure_model(module, self.partitioned.assemble_built, self._until_setup)
 
     # --------------------------------------------------------------------------------------- module
 
@@ -155,23 +148,7 @@ class Run:
         Raises:
             ConfigError: Before the module is assembled.
         """
-        return self._partitioned.part
-
-    def assemble(self) -> None:
-        """Reduce the module to this rank's part, unless the module already is this part and no hook
-        has built layers since.
-        """
-        self._partitioned.assemble()
-
-    def forget_part(self) -> None:
-        """Describe the module again, since its layers hold groups of an earlier run."""
-        self._partitioned.forget()
-
-    def place(self, precision: Precision) -> None:
-        """Bring the module into its dtype, onto this rank's device and, with ``fsdp``, into this
-        rank's shards.
-        """
-        self._partitioned.place(precision)
+        return self.partitioned.part
 
     # ---------------------------------------------------------------------------------------- setup
 
@@ -179,7 +156,7 @@ class Run:
         """Complete the module. Take over Lightning's work on the module and on its DataLoaders."""
         connector = connector_of(trainer)
         self._until_setup.close()
-        self.assemble()
+        self.partitioned.assemble()
         # ``process_dataloader`` shares the data, in the user's order.
         self._injects_samplers = connector.use_distributed_sampler
         self.undo.callback(
@@ -212,14 +189,6 @@ class Run:
         if fitting and schedule.splits_backward:
             defer_weight_gradients(self.module, schedule, self.executor, self.undo)
 
-    def report_attention(self, precision: Precision, *, fitting: bool) -> None:
-        """Print the kernels of attention."""
-        report_attention(self.module, self._ranks.context, precision, training=fitting)
-
-    def compile_blocks(self) -> None:
-        """Compile the blocks of this rank, for this run, if the options say so."""
-        compile_module(self.module, self.part, self._options, self.undo)
-
     def begin_training(
         self,
         optimizers: Sequence[Optimizer],
@@ -248,9 +217,7 @@ class Run:
         if self.part.units is not None or self._options.layout.model_parallel_size > 1:
             judge = PartSaving.judge_of(scope)
             refuse = None if judge is None else judge.refuse
-            SavingGuard.attach(
-                self._partitioned.state(), PartWarning(judge, saves_or_loads), refuse
-            )
+            SavingGuard.attach(self.partitioned.state(), PartWarning(judge, saves_or_loads), refuse)
         if self._options.is_native:
             self._steps = NativeStepRunner(scope, training)
         else:
@@ -328,14 +295,6 @@ class Run:
     def has_trained(self) -> bool:
         """Whether there are optimizers and gradients."""
         return self._training is not None
-
-    def begin_evaluation(self, hook: str) -> None:
-        """Begin a validation, test or prediction, before its first batch. A collective.
-
-        Raises:
-            ConfigError: If the numbers of batches of the ranks do not fit together.
-        """
-        self.steps.begin_evaluation(hook)
 
     def share_written(self) -> None:
         """Share weights written by an optimizer outside of a step with all ranks, now and before
@@ -424,33 +383,3 @@ class Run:
         self.share_buffers()
         state = ModuleState(self.module, self.part, self._ranks.context, self._main_shards())
         return FullState(state, self.module_state(), path_of(self.module, module))
-
-    def live_folder(self, module: nn.Module | None, dtype: torch.dtype | None) -> LiveFolder:
-        """Return the Hugging Face folder of a model. A collective."""
-        from megatron_lightning.bridge.live.live_folder import LiveFolder
-
-        context = self._ranks.context
-        return LiveFolder(self.module, module, self.full_state, context, dtype=dtype)
-
-    def weight_stream(
-        self, module: nn.Module | None, dtype: torch.dtype | None, weight_format: str
-    ) -> WeightStream:
-        """Return the weights of a model as a stream. A collective."""
-        from megatron_lightning.bridge.live.live_folder import LiveFolder
-        from megatron_lightning.bridge.live.weight_stream import WeightStream, streamed_model
-
-        model, plan = streamed_model(self.module, module)
-        context = self._ranks.context
-        return WeightStream(
-            lambda: LiveFolder(
-                self.module, model, self.full_state, context, dtype=dtype, plan=plan
-            ),
-            weight_format,
-        )
-
-    def full_module_state(self, *, keeps: bool) -> dict[str, Any] | None:
-        """Return the module's full state, as on one device. See the strategy's method."""
-        context = self._ranks.context
-        if context.layout.model_parallel_size == 1 and self.part.units is None:
-            return None
-        return self.full_state().collect(keeps=keeps)

@@ -24,6 +24,9 @@ from megatron_lightning.strategies.checks.plugins import check_storage_options
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
 
 if TYPE_CHECKING:
+    # Imported on first use: most runs write no folder.
+    from megatron_lightning.bridge.folder_model import Plan
+    from megatron_lightning.bridge.live.live_folder import LiveFolder
     from megatron_lightning.bridge.live.weight_stream import WeightStream
 
 
@@ -145,10 +148,10 @@ class CheckpointHooks(RankHooks):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
             self.run.checkpoints.state.read_from(checkpoint, self.module)
             return checkpoint
-        self.run.assemble()
+        self.run.partitioned.assemble()
         # Lightning calls this before setup, and nothing can be read to ``meta``.
         if self.options.data_parallel == "fsdp":
-            self.run.place(self.precision_plugin)
+            self.run.partitioned.place(self.precision_plugin)
         return self.run.checkpoints.load(
             self.broadcast(committed_requeue(str(checkpoint_path))), self.part
         )
@@ -159,7 +162,7 @@ class CheckpointHooks(RankHooks):
         if self.run is None or self._saves_plain_files:
             super().load_model_state_dict(checkpoint, strict)
             return
-        self.run.assemble()
+        self.run.partitioned.assemble()
         self.run.checkpoints.load_model(checkpoint, self.part, strict=strict)
         self.run.follow_load()
 
@@ -238,6 +241,15 @@ class CheckpointHooks(RankHooks):
         self.ranks.course.mark(call)
         return nullcontext() if self.ranks.failure_watch is not None else called_by_all(call)
 
+    def _live_folder(
+        self, module: nn.Module | None, dtype: torch.dtype | None, plan: Plan | None = None
+    ) -> LiveFolder:
+        """Return the Hugging Face folder of a model. A collective."""
+        from megatron_lightning.bridge.live.live_folder import LiveFolder
+
+        run = self._running
+        return LiveFolder(self.module, module, run.full_state, self.context, dtype=dtype, plan=plan)
+
     def export_hf_weights(
         self, module: nn.Module | None = None, *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
@@ -255,7 +267,7 @@ class CheckpointHooks(RankHooks):
             PipelineError: In a step, over several pipeline ranks.
         """
         self.ranks.course.mark("strategy.export_hf_weights()")
-        return self._running.live_folder(module, dtype).weights()
+        return self._live_folder(module, dtype).weights()
 
     def weights(
         self,
@@ -283,11 +295,16 @@ class CheckpointHooks(RankHooks):
             ConfigError: If no family of ``transformers`` describes the model.
             PipelineError: In a step, over several pipeline ranks.
         """
-        from megatron_lightning.bridge.live.weight_stream import check_format
+        from megatron_lightning.bridge.live.weight_stream import (
+            WeightStream,
+            check_format,
+            streamed_model,
+        )
 
         check_format(weight_format)
         self.ranks.course.mark("strategy.weights()")
-        return self._running.weight_stream(module, dtype, weight_format)
+        model, plan = streamed_model(self.module, module)
+        return WeightStream(lambda: self._live_folder(model, dtype, plan), weight_format)
 
     def save_hf_pretrained(
         self,
@@ -313,7 +330,7 @@ class CheckpointHooks(RankHooks):
             CheckpointError: On every rank, if the target exists, or a rank failed.
         """
         self.ranks.course.mark("strategy.save_hf_pretrained()")
-        self._running.live_folder(module, dtype).write(Path(path), overwrite=overwrite)
+        self._live_folder(module, dtype).write(Path(path), overwrite=overwrite)
 
     def full_module_state(self) -> dict[str, Any] | None:
         """Return :meth:`full_state_dict` on the first rank of every node. All ranks call this.
@@ -322,4 +339,6 @@ class CheckpointHooks(RankHooks):
             None if this rank's own module is full.
         """
         self.ranks.course.mark("strategy.full_module_state()")
-        return self._running.full_module_state(keeps=self.local_rank == 0)
+        if self.layout.model_parallel_size == 1 and self.part.units is None:
+            return None
+        return self._running.full_state().collect(keeps=self.local_rank == 0)

@@ -28,6 +28,7 @@ from megatron_lightning.optim.stepping.chained import members
 from megatron_lightning.parallel.shards.other_stages import AbsentListing, drop_absent
 from megatron_lightning.strategies import lightning_internals as internals
 from megatron_lightning.strategies.checks import preflight
+from megatron_lightning.strategies.checks.attention_kernels import report_attention
 from megatron_lightning.strategies.checks.connections import (
     check_connections,
     check_exchange,
@@ -35,7 +36,7 @@ from megatron_lightning.strategies.checks.connections import (
 )
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
 from megatron_lightning.strategies.launch.stopping import handle_requeue
-from megatron_lightning.strategies.module import describe_module
+from megatron_lightning.strategies.module import compile_module, describe_module
 from megatron_lightning.strategies.precision import megatron_plugin
 from megatron_lightning.strategies.run import Run
 
@@ -71,7 +72,7 @@ class SetupHooks(RankHooks):
         )
         check_exchange(self.layout, self.root_device)
         if is_new and self.run is not None:
-            self.run.forget_part()
+            self.run.partitioned.forget()
         trainer = internals.attached_trainer(self.module)
         # Lightning's own handler broadcasts, and other ranks may be waiting for this rank
         # elsewhere.
@@ -113,10 +114,10 @@ class SetupHooks(RankHooks):
         run, fitting = self._running, trainer.state.fn == TrainerFn.FITTING
         run.begin_setup(trainer)
         preflight.check_at_setup(self.options, self.context.world_size, self.module, trainer)
-        run.place(self.precision_plugin)
+        run.partitioned.place(self.precision_plugin)
         run.connect_pipeline(fitting=fitting)
-        run.report_attention(self.precision_plugin, fitting=fitting)
-        run.compile_blocks()
+        report_attention(self.module, self.context, self.precision_plugin, training=fitting)
+        compile_module(self.module, run.part, self.options, run.undo)
         self.barrier()
         if fitting:
             self._setup_optimizers(trainer)

@@ -146,20 +146,20 @@ class StepHooks(RankHooks):
         self._running.checkpoints.state.begin_validation(self.module.trainer)
         self._running.share_written()
         self._running.share_buffers()
-        self._running.begin_evaluation("validation_step")
+        self._running.steps.begin_evaluation("validation_step")
         self._running.check_replicas()
 
     @override
     def on_test_start(self) -> None:
         self.ranks.course.mark("a test")
         self._running.share_written()
-        self._running.begin_evaluation("test_step")
+        self._running.steps.begin_evaluation("test_step")
 
     @override
     def on_predict_start(self) -> None:
         self.ranks.course.mark("a prediction")
         self._running.share_written()
-        self._running.begin_evaluation("predict_step")
+        self._running.steps.begin_evaluation("predict_step")
 
     @override
     def on_validation_end(self) -> None:
