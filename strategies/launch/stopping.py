@@ -1,24 +1,16 @@
 """Stops on request: all ranks end a run after the same step, saved.
 
-A request is a signal to any rank, a file, or a time on rank 0's clock. Handlers only record
-signals: inside a collective, saving or communicating in a handler would wait forever. Ranks agree
-at the end of every optimizer step and of every batch of an evaluation.
+A request is a signal to any rank, a file, or a time on rank 0's clock
+(``resilience/lifecycle/stop_requests.py``). Ranks agree at the end of every optimizer step and of
+every batch of an evaluation.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import signal
-import subprocess
-import threading
-import time
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from enum import IntEnum
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,6 +24,8 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from megatron_lightning.checkpoint.format.storage import is_remote
 from megatron_lightning.resilience.exit_codes import STOPPED, code_of_stop
 from megatron_lightning.resilience.failure import print_message
+from megatron_lightning.resilience.lifecycle.stop_record import remove_stop, requeue_job, write_stop
+from megatron_lightning.resilience.lifecycle.stop_requests import Reason, StopRequests
 from megatron_lightning.strategies.launch.failures import AgreedStop
 from megatron_lightning.strategies.lightning_internals import (
     connector_of,
@@ -40,22 +34,6 @@ from megatron_lightning.strategies.lightning_internals import (
     note_requeue,
     requeue_path,
 )
-
-RECORD = "stopped.json"
-_FILE_POLL_S = 1.0  # between two looks for the stop file, often on a shared file system
-
-
-class Reason(IntEnum):
-    """Why a run is to stop. Of several reasons the largest holds: a person's file outranks signals,
-    which may start the job again.
-    """
-
-    NONE = 0
-    EXIT_AFTER = 1
-    SIGTERM = 2
-    REQUEUE = 3
-    STOP_FILE = 4
-
 
 Save = Callable[[pl.Trainer, Reason], str | None]
 """Saves a checkpoint on all ranks and returns the path. None: nothing to save."""
@@ -97,17 +75,13 @@ class StopOnRequest(pl.Callback):
         exit_code: int = STOPPED,
     ) -> None:
         self._save = save
-        self._handles_sigterm = handles_sigterm
         self.handles_requeue = handles_requeue
         """Whether Slurm's requeue signal is a request."""
-        self._stop_file = None if stop_file is None else Path(stop_file)
-        self._exit_after_s = math.inf if exit_after is None else exit_after.total_seconds()
+        self._requests = StopRequests(
+            handles_sigterm=handles_sigterm, stop_file=stop_file, exit_after=exit_after
+        )
         self._exit_code = exit_code
-        self._received = Reason.NONE
-        self._previous: dict[int, Any] = {}
         self._num_batches: list[int] = []
-        self._started_s = time.monotonic()
-        self._looked_s = -math.inf
         self.in_validation = False
         """Whether the batch at hand is of a validation inside a fit."""
 
@@ -115,9 +89,9 @@ class StopOnRequest(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Begin to count time, and remove the record of an earlier stop."""
-        self._started_s = time.monotonic()
+        self._requests.begin()
         if stage == TrainerFn.FITTING and trainer.is_global_zero:
-            _record_path(trainer).unlink(missing_ok=True)
+            remove_stop(_folder(trainer))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the signal handlers."""
@@ -185,7 +159,8 @@ class StopOnRequest(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore the signal handlers, and remove a stop file of the last moment."""
         self.restore_handlers()
-        self._remove_stop_file(trainer)
+        if trainer.is_global_zero:
+            self._requests.remove_file()
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -197,85 +172,55 @@ class StopOnRequest(pl.Callback):
 
     def record_signal(self, signum: int, frame: FrameType | None = None) -> None:
         """Record a signal. For use as a signal handler."""
-        reason = Reason.SIGTERM if signum == signal.SIGTERM else Reason.REQUEUE
-        self._received = max(self._received, reason)
+        self._requests.record_signal(signum, frame)
 
     def _install_handlers(self, trainer: pl.Trainer) -> None:
-        if self._previous or threading.current_thread() is not threading.main_thread():
-            return
-        signals: list[int] = [signal.SIGTERM] if self._handles_sigterm else []
         requeue = requeue_signal(trainer) if self.handles_requeue else None
-        if requeue is not None:
-            signals.append(requeue)
-        for signum in signals:
-            self._previous[signum] = signal.signal(signum, self.record_signal)
+        self._requests.install_handlers(requeue)
 
     def restore_handlers(self) -> None:
         """Restore the replaced handlers."""
-        for signum, handler in self._previous.items():
-            signal.signal(signum, handler)
-        self._previous = {}
+        self._requests.restore_handlers()
 
     # ------------------------------------------------------------------------------------------ end
 
     def _end_if_requested(self, trainer: pl.Trainer) -> None:
-        reason = Reason(largest_of_ranks(trainer, self._own_request(trainer)))
-        if reason is Reason.NONE:
+        is_first = trainer.is_global_zero
+        reason = largest_of_ranks(trainer, self._requests.current(is_first=is_first))
+        if reason == Reason.NONE:
             return
-        self._looked_s = -math.inf  # a file as young as the signal counts
-        reason = Reason(largest_of_ranks(trainer, max(reason, self._own_request(trainer))))
-        self._received = Reason.NONE
-        checkpoint = None
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            checkpoint = self._save(trainer, reason)
-            finish_saving = getattr(trainer.strategy, "finish_saving", None)
-            if finish_saving is not None:
-                finish_saving()
-        code = code_of_stop(self._exit_code)
-        if trainer.is_global_zero:
-            print_message(self._description(trainer, reason, checkpoint, code))
-            _write_record(trainer, reason, checkpoint, code)
-            self._remove_stop_file(trainer)
+        self._requests.look_again()
+        own = self._requests.current(is_first=is_first)
+        reason = Reason(largest_of_ranks(trainer, max(reason, own)))
+        self._requests.forget()
+        checkpoint = self._saved(trainer, reason)
+        requeue, code = requeue_signal(trainer), code_of_stop(self._exit_code)
+        if is_first:
+            saved = "without a checkpoint" if checkpoint is None else f"with {checkpoint}"
+            step = trainer.global_step
+            print_message(
+                f"{self._requests.describe(reason, requeue)}: the run ends at step {step}, "
+                f"{saved}, with exit code {code}"
+            )
+            if not is_remote(str(trainer.default_root_dir)):
+                folder = _folder(trainer)
+                write_stop(folder, reason, checkpoint=checkpoint, step=step, exit_code=code)
+            self._requests.remove_file()
             if reason is Reason.REQUEUE:
-                _requeue()
-        requeue = requeue_signal(trainer)
+                requeue_job()
         if requeue is not None:  # a second signal would kill the process too early
             ignore_after_run(trainer, requeue)
         raise AgreedStop(code)
 
-    def _remove_stop_file(self, trainer: pl.Trainer) -> None:
-        if self._stop_file is not None and trainer.is_global_zero:
-            self._stop_file.unlink(missing_ok=True)
-
-    def _description(
-        self, trainer: pl.Trainer, reason: Reason, checkpoint: str | None, code: int
-    ) -> str:
-        """Return a line with the request, the step and the checkpoint of a stop."""
-        requeue = requeue_signal(trainer) or signal.SIGUSR1
-        requests = {
-            Reason.EXIT_AFTER: "exit_after",
-            Reason.STOP_FILE: f"the file {self._stop_file}",
-            Reason.SIGTERM: "SIGTERM",
-            Reason.REQUEUE: f"{signal.Signals(requeue).name}, Slurm's signal to save and requeue",
-        }
-        saved = "without a checkpoint" if checkpoint is None else f"with {checkpoint}"
-        return (
-            f"{requests[reason]}: the run ends at step {trainer.global_step}, {saved}, "
-            f"with exit code {code}"
-        )
-
-    def _own_request(self, trainer: pl.Trainer) -> Reason:
-        reason = self._received
-        if not trainer.is_global_zero:
-            return reason
-        time_s = time.monotonic()
-        if time_s - self._started_s >= self._exit_after_s:
-            reason = max(reason, Reason.EXIT_AFTER)
-        if self._stop_file is not None and time_s - self._looked_s >= _FILE_POLL_S:
-            self._looked_s = time_s
-            if self._stop_file.exists():
-                reason = max(reason, Reason.STOP_FILE)
-        return reason
+    def _saved(self, trainer: pl.Trainer, reason: Reason) -> str | None:
+        """Save a fit and return the committed checkpoint. None: nothing to save."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return None
+        checkpoint = self._save(trainer, reason)
+        finish_saving = getattr(trainer.strategy, "finish_saving", None)
+        if finish_saving is not None:
+            finish_saving()
+        return checkpoint
 
 
 def requeue_signal(trainer: pl.Trainer) -> int | None:
@@ -332,41 +277,5 @@ def _fewest_batches(trainer: pl.Trainer) -> list[int]:
     return [0 if math.isinf(number) else int(number) for number in fewest]
 
 
-def _record_path(trainer: pl.Trainer) -> Path:
-    return Path(str(trainer.default_root_dir)) / RECORD
-
-
-def _write_record(trainer: pl.Trainer, reason: Reason, checkpoint: str | None, code: int) -> None:
-    """Record a stop for scripts. Scripts may not see the exit code, since torchrun exits with its
-    own code.
-    """
-    record = {
-        "reason": reason.name.lower(),
-        "checkpoint": checkpoint,
-        "global_step": trainer.global_step,
-        "exit_code": code,
-    }
-    path = _record_path(trainer)
-    if is_remote(str(trainer.default_root_dir)):
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{json.dumps(record)}\n")
-
-
-def _requeue() -> None:
-    """Make Slurm end this job and queue the job again, as an array element for array jobs."""
-    job = os.environ.get("SLURM_JOB_ID", "")
-    if "SLURM_ARRAY_JOB_ID" in os.environ:
-        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    try:
-        failure = subprocess.run(
-            ["scontrol", "requeue", job], check=False, capture_output=True, text=True
-        )
-        text = failure.stderr if failure.returncode else ""
-    except OSError as error:
-        text = str(error)
-    if text:
-        warnings.warn(
-            f"job {job} is saved and was not queued again ({text.strip()}). Submit it once more.",
-            stacklevel=2,
-        )
+def _folder(trainer: pl.Trainer) -> Path:
+    return Path(str(trainer.default_root_dir))

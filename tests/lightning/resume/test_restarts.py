@@ -22,7 +22,7 @@ from megatron_lightning.config.global_batch import StepSize, replica_batch_size
 from megatron_lightning.errors import ConfigError, NoProgressError
 from megatron_lightning.modules import PretrainDataModule
 from megatron_lightning.recipe_reading.plan_command import plan
-from megatron_lightning.strategies.launch.starts import check_progress
+from megatron_lightning.resilience.lifecycle.start_record import check_progress
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import Losses

@@ -23,8 +23,8 @@ from megatron_lightning.checkpoint import is_committed
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.resilience import exit_codes
 from megatron_lightning.resilience.failure import Failure
+from megatron_lightning.resilience.lifecycle import stop_requests
 from megatron_lightning.strategies import MegatronStrategy
-from megatron_lightning.strategies.launch import stopping
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import Losses, trainer
 from tests.lightning.support import DP2, ONE, PP2, TP2_PP2, Layout, layouts, run
@@ -146,7 +146,7 @@ def _asked(layout: Layout, folder: str, how: str) -> dict[str, Any]:
         "time, code 0": {"exit_after": timedelta(microseconds=1), "exit_code": 0},
     }[how]
     rescue = RescueCheckpoint(folder, **options)
-    with mock.patch.object(stopping, "_FILE_POLL_S", 0.0):  # this run takes less than a second
+    with mock.patch.object(stop_requests, "_FILE_POLL_S", 0.0):  # this run takes less than a second
         first = _fit(layout, folder, *([_Touch(stop)] if how == "file" else []), rescue)
     record = json.loads(Path(folder, "stopped.json").read_text())
     rest = _fit(layout, folder, RescueCheckpoint(folder))

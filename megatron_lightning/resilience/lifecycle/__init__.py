@@ -1,0 +1,1 @@
+"""Starts of a run and stops on request: their records and their reasons."""
