@@ -508,11 +508,13 @@ class _OfFolder(dict[str, Any]):
 def read_folders(
     read: Callable[[Any], AbstractContextManager[Any]],
     check: Callable[[Mapping[Any, Any], type, str], None],
+    load_module: Callable[[Mapping[Any, Any], Callable[..., Any]], Any],
 ) -> None:
     """Make ``load_from_checkpoint`` read directories, opened as files by ``read``, for the life of
     the process. The method is a classmethod of the user's class, and Lightning has no hook between
     the method and the open file. ``check`` sees a directory's checkpoint, with the user's class and
-    the directory, before Lightning makes the object.
+    the directory, before Lightning makes the object. ``load_module`` sees the checkpoint of a
+    module, also in a plain file, and calls Lightning's function with changed options.
     """
     original, original_state = vars(saving)["pl_load"], vars(saving)["_load_state"]
     if getattr(original, "reads_folders", False):
@@ -530,7 +532,13 @@ def read_folders(
     def load_state(cls: type, checkpoint: Any, *args: Any, **settings: Any) -> Any:
         if isinstance(checkpoint, _OfFolder):
             check(checkpoint, cls, checkpoint.folder)
-        return original_state(cls, checkpoint, *args, **settings)
+        if settings.get("strict") is False or not issubclass(cls, pl.LightningModule):
+            return original_state(cls, checkpoint, *args, **settings)
+
+        def load_object(**changed: Any) -> Any:
+            return original_state(cls, checkpoint, *args, **{**settings, **changed})
+
+        return load_module(checkpoint, load_object)
 
     vars(load)["reads_folders"] = True
     vars(saving).update(pl_load=load, _load_state=load_state)

@@ -33,6 +33,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from typing_extensions import override
 
+from megatron_lightning.assembly.state.left_out import load_beside
 from megatron_lightning.checkpoint import plain_file
 from megatron_lightning.checkpoint.format.class_paths import check_classes
 from megatron_lightning.checkpoint.requeue import committed_requeue
@@ -302,7 +303,7 @@ def _arguments(names: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in names.items() if name not in ("self", "__class__")}
 
 
-internals.read_folders(plain_file, check_classes)
+internals.read_folders(plain_file, check_classes, load_beside)
 StrategyRegistry.register(
     "megatron", MegatronStrategy, description="Megatron-style parallelism", override=True
 )

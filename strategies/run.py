@@ -133,6 +133,7 @@ class Run:
         """Saves and loads."""
         if earlier_module is not None and previous is not None:  # users save after later runs, too
             self.checkpoints.state.points.last = previous.checkpoints.state.points.last
+            self.checkpoints.left_out = previous.checkpoints.left_out
         self.copies = BatchCopies(ranks.context.device)
         """Copies batches to the device."""
         self.clock = ValidationClock(ranks.broadcast)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_lightning.assembly.state.left_out import refuse_partial
 from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.folder_model import Plan
 from megatron_lightning.bridge.folders.export import write_folder
@@ -63,6 +64,8 @@ def tensors_of_checkpoint(
         return megatron.bridge.folder, megatron.tensors(dtype)
     source = open_checkpoint(checkpoint)
     state = source.state()
+    if not read_records(state):
+        refuse_partial(state, str(checkpoint))
     entry = kept_entry(state, model)
     config = gpt_config(source, None if entry is None else entry[1])
     # A GPTModel trained from scratch has no folder: names come from a family.

@@ -121,12 +121,29 @@ class CheckpointOptions:
     weights of the models with LoRA. The checkpoint records the omitted weights and the base. Any
     layout loads the checkpoint beside the same base."""
 
+    trainable_only: bool = False
+    """Save no frozen parameter of the module that still has its first value, as ``adapters_only``
+    does for models with LoRA. The module must make these values itself before a checkpoint is
+    loaded: in the constructor or in ``configure_model``, from a folder or a file. The checkpoint
+    records the omitted weights with a digest each, and any layout loads the checkpoint."""
+
     def __post_init__(self) -> None:
-        if self.adapters_only and self.also_save_hf is not None:
+        name = "adapters_only" if self.adapters_only else "trainable_only"
+        if self.adapters_only and self.trainable_only:
             raise ConfigError(
-                f"adapters_only is set with also_save_hf={self.also_save_hf!r}, which writes the "
-                "weights that adapters-only checkpoints leave out. Leave one of them out; "
-                "megatron-lightning adapters merge writes the folder later."
+                "adapters_only and trainable_only are both set, and the second leaves out all that "
+                "the first does. Leave one of them out."
+            )
+        if (self.adapters_only or self.trainable_only) and self.also_save_hf is not None:
+            later = (
+                "megatron-lightning adapters merge writes the folder later"
+                if self.adapters_only
+                else "save_hf_pretrained of a module from load_from_checkpoint writes the folder "
+                "later"
+            )
+            raise ConfigError(
+                f"{name} is set with also_save_hf={self.also_save_hf!r}, which writes the weights "
+                f"that such checkpoints leave out. Leave one of them out; {later}."
             )
         if self.also_save_hf is not None:
             check_choice("also_save_hf", self.also_save_hf, get_args(FolderSaves))

@@ -24,7 +24,7 @@ from megatron_lightning.modules.language_model import LanguageModule, ModuleT
 from megatron_lightning.modules.model_facts import ModelFolder
 from megatron_lightning.peft import LoRA
 from megatron_lightning.peft.lora import APPLIED, applied_to
-from megatron_lightning.peft.record import is_adapters_only, read_records
+from megatron_lightning.peft.record import is_partial, read_records
 from megatron_lightning.peft.resume import described, imported_scales
 
 
@@ -145,8 +145,8 @@ class FolderModule(LanguageModule):
         path = self.loads_from
         try:
             entry = None if path is None else read_kept(path)
-            # Adapters alone are loaded into the weights of the folder.
-            return path if entry is not None and not is_adapters_only(entry[0]) else None
+            # Adapters or trained weights alone are loaded into the weights of the folder.
+            return path if entry is not None and not is_partial(entry[0]) else None
         except CheckpointError:  # copies on local disks, or damage: loading tells more
             return None
 

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
+from megatron_lightning.assembly.state.left_out import check_full, left_out_digests
 from megatron_lightning.compat import fused_adamw
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.moe import balance_experts
@@ -154,6 +155,7 @@ class LanguageModule(LightningModule):
         if named is not None and self._has_own_options:
             check_defaults(type(self), named, self._settings)
         self._records: Sequence[Record] = ()
+        self._left_out: Mapping[str, str | None] = {}
         self.peft = peft
         """Adapters. None: all weights are trained."""
         self.learning_rate = learning_rate
@@ -194,20 +196,24 @@ class LanguageModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Record the adapters of the checkpoint, and the weights that it leaves to the base."""
         self._records = read_records(checkpoint)
+        self._left_out = left_out_digests(checkpoint)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict. The state dict of an adapters-only checkpoint leaves the base
-        unchanged.
+        """Load a state dict. The state dict of a checkpoint of adapters or trained weights alone
+        leaves the others unchanged.
 
         Raises:
             CheckpointError: If the adapters belong to another base, or have other ranks or scales.
         """
         check_scales(self, self._records, state_dict)
         left_out = {n for record in self._records for n in (*record.left_out, *record.beside)}
+        left_out |= self._left_out.keys()
         frozen_tensors = {
             n: t for n, t in self.state_dict().items() if n in left_out - state_dict.keys()
         }
-        for record in self._records if frozen_tensors else ():
+        if frozen_tensors:
+            check_full(self, self._left_out)
+        for record in self._records if frozen_tensors and not self._left_out else ():
             model = self.get_submodule(record.path)
             prefix = f"{record.path}." if record.path else ""
             names = {name.removeprefix(prefix) for name in record.left_out}

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from megatron_lightning.assembly.state.left_out import left_out_digests
 from megatron_lightning.bridge.folders.remembered_folders import kept_folders
 from megatron_lightning.checkpoint.reading.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError
@@ -106,13 +107,15 @@ def read_records(state: Mapping[str, Any], where: str = "the checkpoint") -> lis
 
 
 def left_out_of(state: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the tensors left out of an adapters-only checkpoint."""
-    records = read_records(state)
-    return frozenset(name for record in records for name in (*record.left_out, *record.beside))
+    """Return the names of the tensors left out of a checkpoint of trained weights or adapters
+    alone.
+    """
+    of_adapters = (n for record in read_records(state) for n in (*record.left_out, *record.beside))
+    return frozenset((*left_out_digests(state), *of_adapters))
 
 
-def is_adapters_only(source: CheckpointSource) -> bool:
-    """Return whether a checkpoint holds adapters without their base."""
+def is_partial(source: CheckpointSource) -> bool:
+    """Return whether a checkpoint leaves weights out."""
     return bool(left_out_of(source.state()))
 
 

@@ -36,7 +36,7 @@ from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.peft.record import left_out_of, read_records
-from megatron_lightning.strategies.checkpoint.adapters import AdapterCheckpoints
+from megatron_lightning.strategies.checkpoint.left_out_weights import LeftOutWeights
 from megatron_lightning.strategies.checkpoint.optimizers import (
     check_optimizers,
     check_sizes,
@@ -108,7 +108,8 @@ class Checkpoints:
         self.saver = saver
         """Writes the checkpoints."""
         self._folders = None if options.checkpoint.also_save_hf is None else _folders_of(module)
-        self._adapters = AdapterCheckpoints(adapters_only=options.checkpoint.adapters_only)
+        self.left_out = LeftOutWeights(options.checkpoint)
+        """Leaves frozen weights out of checkpoints, on request."""
         self.state = RunState(ranks.context, progress, lambda: ranks.streams)
         """Samples consumed, data positions and random states, in the form of a checkpoint."""
 
@@ -210,7 +211,7 @@ class Checkpoints:
             "epoch": rest.get("epoch"),
         }
         info["tied"] = dict(part.tied)
-        info |= self._adapters.describe(rest)
+        info |= self.left_out.describe(rest)
         config = getattr(self._module, "config", None)
         if is_dataclass(config) and not isinstance(config, type):
             info["config"] = asdict(config)
@@ -272,7 +273,7 @@ class Checkpoints:
         plain_state = self.state.write_to(checkpoint, self._module, part)
         views = [view_of(handle) for handle in plain_state.pop("optimizer_states", [])]
         state = self._module_state(part)
-        tensors = self._adapters.write_to(plain_state, state.module_shards(plain_state), state)
+        tensors = self.left_out.write_to(plain_state, state.module_shards(plain_state), state)
         entries = StateEntries(state).take(plain_state, compare=compares)
         tensors += entries.shards
         tensors += optimizer_tensors(views)
@@ -282,6 +283,10 @@ class Checkpoints:
 
     def _module_state(self, part: Part) -> ModuleState:
         return ModuleState(self._module, part, self._context, self._main_shards())
+
+    def begin_fit(self, part: Part) -> None:
+        """Record what checkpoints of the fit may leave out. All ranks call this."""
+        self.left_out.begin(self._module_state(part))
 
     # ----------------------------------------------------------------------------------------- load
 
@@ -331,9 +336,10 @@ class Checkpoints:
         state_dict: Mapping[str, Any] = checkpoint["state_dict"]
         check_scales(self._module, read_records(checkpoint), state_dict)
         state = self._module_state(part)
+        self.left_out.before_load(state)
         source = state.edited(self._source, state_dict)
         local_keys = state.load_module(source, strict=strict, left_out=left_out_of(checkpoint))
-        self._adapters.check_base(checkpoint, state)
+        self.left_out.check_loaded(checkpoint, state)
         self._renamed = {} if self._is_plain else renamed_tensors(state_dict)
         plain_values = {
             name: value

@@ -26,7 +26,7 @@ from megatron_lightning.rules import (
     check_data_parallel,
     check_trained_experts,
 )
-from megatron_lightning.strategies.checkpoint.adapters import check_adapters_only
+from megatron_lightning.strategies.checkpoint.left_out_weights import check_adapters_only
 from megatron_lightning.strategies.checks.attention_kernels import check_named_backend
 from megatron_lightning.strategies.checks.callbacks import (
     check_callbacks,

@@ -126,6 +126,8 @@ class SetupHooks(RankHooks):
             run.checkpoints.check_folders()
             run.begin_training(self.optimizers, self.lr_scheduler_configs, self.precision_plugin)
         run.begin_steps(self.precision_plugin)
+        if fitting:
+            run.checkpoints.begin_fit(run.part)
         if fitting and not self.options.data.optimizer_cpu_offload:
             internals.optimizers_to_device(self.optimizers, self.root_device)
 

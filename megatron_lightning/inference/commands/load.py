@@ -17,6 +17,7 @@ from torch import nn
 
 from megatron_lightning.assembly.assemble import assemble
 from megatron_lightning.assembly.part import Part
+from megatron_lightning.assembly.state.left_out import refuse_partial
 from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.bridge.auto import AutoBridge, is_checkpoint
 from megatron_lightning.bridge.folders.folder_record import read_kept
@@ -132,7 +133,7 @@ def _find_model(checkpoint: str | os.PathLike[str], context: ParallelContext | N
 
 
 def _check_base(source: CheckpointSource, checkpoint: str) -> None:
-    """Check that a checkpoint of adapters also holds their base."""
+    """Check that a checkpoint leaves no weights out."""
     for record in read_records(source.state(), checkpoint):
         if record.left_out:
             origin = record.base.origin or "BASE"
@@ -140,6 +141,7 @@ def _check_base(source: CheckpointSource, checkpoint: str) -> None:
                 f"{checkpoint} holds adapters alone, without the {len(record.left_out)} tensors of "
                 f"their base. Name both: --checkpoint {origin} --adapters {checkpoint}."
             )
+    refuse_partial(source.state(), checkpoint)
 
 
 def _of_checkpoint(source: CheckpointSource, saved: Mapping[str, Any]) -> SavedModel:

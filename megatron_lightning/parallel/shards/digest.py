@@ -28,18 +28,35 @@ def digest_of_shards(tensors: Iterable[TensorShards]) -> int:
     contributes.
     """
     return sum(
-        _of_shards(tensor) for tensor in tensors if tensor.writes and tensor.replicas.rank <= 0
+        contribution(tensor.name, tensor.global_shape, _total(tensor))
+        for tensor in tensors
+        if _contributes(tensor)
     )
 
 
-def _of_shards(tensor: TensorShards) -> int:
+def hashes_by_name(tensors: Iterable[TensorShards], *, exact: bool = False) -> dict[str, int]:
+    """Return name -> sum of the hashes of this rank's shards. Of replicas, only the first
+    contributes.
+
+    Args:
+        tensors: Shards of tensors.
+        exact: Hash every bit, so that another precision has another hash. False: hash values in
+            bf16.
+    """
+    return {tensor.name: _total(tensor, exact) for tensor in tensors if _contributes(tensor)}
+
+
+def _contributes(tensor: TensorShards) -> bool:
+    return tensor.writes and tensor.replicas.rank <= 0
+
+
+def _total(tensor: TensorShards, exact: bool = False) -> int:
     stored = tensor.shards[0].data if tensor.shards else None
     if not isinstance(stored, StoredWeight) or stored.original.total is None:
-        return _sum(tensor.name, tensor.global_shape, tensor.shards)
+        return hash_of_shards(tensor.global_shape, tensor.shards, exact=exact)
     # The rank with the first element contributes the hash of a full weight.
     is_first = any(not any(shard.offset) for shard in tensor.shards)
-    total = stored.original.total if is_first or not stored.original.is_full else 0
-    return contribution(tensor.name, tensor.global_shape, total)
+    return stored.original.total if is_first or not stored.original.is_full else 0
 
 
 def digest_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> int:
@@ -48,14 +65,13 @@ def digest_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> int:
 
 
 def _of_tensor(name: str, tensor: Tensor) -> int:
-    shape = tuple(tensor.shape)
-    if isinstance(tensor, StoredWeight) and tensor.original.total is not None:
-        return contribution(name, shape, tensor.original.total)
-    return _sum(name, shape, ShardSpec.replicated(shape).shards(tensor))
+    return contribution(name, tuple(tensor.shape), hash_of(tensor))
 
 
 def hash_of(full: Tensor) -> int:
     """Return the sum of hashes of a full tensor, for :func:`contribution`."""
+    if isinstance(full, StoredWeight) and full.original.total is not None:
+        return full.original.total
     shape = tuple(full.shape)
     return hash_of_shards(shape, ShardSpec.replicated(shape).shards(full.detach()))
 
@@ -71,12 +87,10 @@ def as_text(total: int, kind: str) -> str:
     return f"{kind}:{total & (1 << 64) - 1:016x}"
 
 
-def _sum(name: str, shape: Shape, shards: Sequence[Shard]) -> int:
-    return contribution(name, shape, hash_of_shards(shape, shards))
-
-
-def hash_of_shards(shape: Shape, shards: Sequence[Shard]) -> int:
-    """Return the sum of hashes of the shards of a tensor with the global shape ``shape``."""
+def hash_of_shards(shape: Shape, shards: Sequence[Shard], *, exact: bool = False) -> int:
+    """Return the sum of hashes of the shards of a tensor with the global shape ``shape``. For
+    ``exact`` see :func:`hashes_by_name`.
+    """
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     total = 0
     device = shards[0].data.device if shards else torch.device("cpu")
@@ -91,12 +105,17 @@ def hash_of_shards(shape: Shape, shards: Sequence[Shard]) -> int:
                 begin = start if dim == 0 else 0
                 steps = torch.arange(begin, begin + part.shape[dim], device=device) * stride
                 places = places.unsqueeze(-1) + steps
-            total += int(_hashes(part, places.view(part.shape)).sum())
+            bits = _bits(part) if exact else _bits(part.to(torch.bfloat16))
+            total += int(_hashes(bits, places.view(part.shape)).sum())
     return total
 
 
-def _hashes(values: Tensor, places: Tensor) -> Tensor:
+def _bits(values: Tensor) -> Tensor:
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
+    return values.contiguous().view(kind).to(torch.int64)
+
+
+def _hashes(bits: Tensor, places: Tensor) -> Tensor:
     """Return a hash of each value and index."""
-    bits = values.to(torch.bfloat16).view(torch.int16).to(torch.int64)
     mixed = (bits * 65537 + places * 2 + 1) * _MIX
     return (mixed ^ (mixed >> 29)) * _MIX
