@@ -15,7 +15,18 @@ def lazy_attributes(package: str, modules: Mapping[str, str]) -> None:
 
     def getattr_(name: str) -> object:
         if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            hint = hint_of_other_library(name)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         return getattr(import_module(modules[name]), name)
 
     vars(sys.modules[package]).update(__getattr__=getattr_, __dir__=lambda: sorted(modules))
+
+
+def hint_of_other_library(name: str) -> str:
+    """Return what a class or function of Megatron or NeMo is here, to end an AttributeError. "":
+    the name is none of theirs.
+    """
+    from megatron_lightning.names.lookup import answer_for_attribute
+
+    answer = "" if name.startswith("_") else answer_for_attribute(name)
+    return answer and f". {answer}."

@@ -188,7 +188,10 @@ def _run(command: str, options: list[str]) -> None:
 
         _use_tool(command, TOOLS, _with_overrides(options))
     else:
-        nearest = suggestion(command, COMMANDS)
+        from megatron_lightning.names.lookup import answer_for_command
+
+        answer = answer_for_command(command)
+        nearest = f": {answer}." if answer else suggestion(command, COMMANDS)
         raise ConfigError(
             f"there is no command {command!r}{nearest or '.'} `megatron-lightning --help` lists "
             "the commands."

@@ -16,6 +16,8 @@ from jsonargparse import ArgumentParser
 from typing_extensions import override
 
 from megatron_lightning.config.left_out import LEFT_OUT
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.names.lookup import answer_for_argument, answers, tokenizer_types
 from megatron_lightning.recipe_reading.recipe_files import with_recipes
 
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
@@ -30,6 +32,7 @@ _OPTIONS_OF_A_CLASS = (
 )
 _OF_A_MODULE = ". Name the class with its module, such as torch.optim.SGD."
 _OPTIMIZER = re.compile(r"--model(\.\w+)*\.optimizer")
+_TOKENIZER_TYPE = re.compile(r"--([\w.]+\.)?tokenizer[-_]type")
 _NO_FP8 = ". FP8 layers are not available; set --trainer.precision=bf16-mixed or bf16-true."
 
 
@@ -52,6 +55,9 @@ class OneLineParser(ArgumentParser):
     ) -> Any:
         """Parse ``args``. See jsonargparse."""
         args = with_recipes(sys.argv[1:] if args is None else args)
+        if self.strategy_options:  # `fit`, which would complete --lr to --lr_scheduler
+            self._check_names(args)
+        args = _with_tokenizer_types(args)
         args = [_yaml_of_python(args[0])] if len(args) == 1 else _with_class_paths(args)
         return super().parse_args(args, *rest, **settings)
 
@@ -69,13 +75,31 @@ class OneLineParser(ArgumentParser):
                 (word[2:].partition("=")[0] for word in message.split() if word.startswith("--")),
                 "",
             )
-        if name:
+        words = message.removeprefix(_UNRECOGNIZED).split() if ex is None else []
+        if answer := answers(words) or (name and answer_for_argument(name.rpartition(".")[2])):
+            hint = f". {answer}"
+        elif name:
             hint = self._hint_of_strategy(name) or suggestion(name, self._options())
         elif ex is None and message.startswith(_UNRECOGNIZED) and "checkpoint" in self._options():
             # "serve FOLDER", as with other servers
             hint = f". Did you mean --checkpoint {message.removeprefix(_UNRECOGNIZED).split()[0]}?"
         line = in_one_line(message)
         super().error(line + (hint or _why_left_out(line)), ex)
+
+    def _check_names(self, args: Sequence[str]) -> None:
+        """Answer options of Megatron, all of them in one error.
+
+        Raises:
+            ConfigError: If there is one that is no option here.
+        """
+        words = [
+            word
+            for word in args
+            if word.startswith("--") and "." not in word.partition("=")[0] and word != "--config"
+        ]
+        own = {word for word in words if word[2:].partition("=")[0] in self._options()}
+        if answer := answers([word for word in words if word not in own]):
+            raise ConfigError(f"{answer}.")
 
     def _options(self) -> set[str]:
         return set().union(*(parser.get_defaults().keys() for parser in self.parsers))
@@ -208,13 +232,33 @@ def _with_class_paths(args: Sequence[str]) -> list[str]:
     return result
 
 
+def _with_tokenizer_types(args: Sequence[str]) -> list[str]:
+    """Return the arguments with Megatron's types of tokenizers in our names."""
+    result: list[str] = []
+    is_type = False
+    for word in args:
+        name, equals, value = word.partition("=")
+        named = _TOKENIZER_TYPE.fullmatch(name) is not None
+        kind = tokenizer_types().get(word if is_type else value) if is_type or named else None
+        prefix = "" if is_type else f"{name}="
+        result.append(word if kind is None else f"{prefix}{kind.here}")
+        is_type = named and not equals
+    return result
+
+
 def _why_left_out(line: str) -> str:
     """Return why a value is not among an option's choices, and the setting to change. "": ``line``
     already says so, or no reason is known.
     """
     key, _, value = line.replace("Got value:", "got").rpartition(" got ")
     names = re.findall(r'Parser key "(?:[\w.]*\.)?(\w+)"', key)
-    reasons = [LEFT_OUT.get((names[-1], word), "") for word in re.findall(r"\w+", value) if names]
+    words = re.findall(r"\w+", value) if names else []
+    if names and names[-1] == "tokenizer_type":
+        kinds = [
+            tokenizer_types()[word].answer(word) for word in words if word in tokenizer_types()
+        ]
+        return "".join(f". {kind}" for kind in kinds)
+    reasons = [LEFT_OUT.get((names[-1], word), "") for word in words]
     return next((f". {reason}" for reason in reasons if reason and reason not in line), "")
 
 

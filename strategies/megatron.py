@@ -61,6 +61,7 @@ from megatron_lightning.strategies.checks import preflight
 from megatron_lightning.strategies.checks.folders import check_folder_saving
 from megatron_lightning.strategies.checks.kinds import is_folder_module
 from megatron_lightning.strategies.checks.namespaces import warn_of_other_namespace
+from megatron_lightning.strategies.checks.other_names import answering_other_names
 from megatron_lightning.strategies.checks.plugins import check_layer_sync
 from megatron_lightning.strategies.hooks.checkpoint_hooks import CheckpointHooks
 from megatron_lightning.strategies.hooks.setup_hooks import SetupHooks
@@ -137,6 +138,7 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
 
     strategy_name = "megatron"
 
+    @answering_other_names
     def __init__(  # noqa: PLR0917 (the public signature: Megatron's names, as few as a user meets)
         self,
         tensor_model_parallel_size: int = 1,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from megatron_lightning._lazy import hint_of_other_library
 from megatron_lightning.bridge.folder_model import FolderModel
 from megatron_lightning.bridge.folders.export import write_folder
 from megatron_lightning.bridge.folders.folder_record import KeptFolder, read_kept, remember
@@ -48,6 +49,10 @@ class AutoBridge(FolderModel):
     of the folder, and folders and checkpoints written of models. See :class:`FolderModel` for the
     arguments.
     """
+
+    def __getattr__(self, name: str) -> Any:
+        hint = hint_of_other_library(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     @classmethod
     def from_hf_pretrained(

@@ -28,7 +28,6 @@ from megatron_lightning.config import (
 from megatron_lightning.modules import (
     FinetuneDataModule,
     HuggingFaceModule,
-    PretrainDataModule,
 )
 from megatron_lightning.modules.language_model import LanguageModule
 from megatron_lightning.strategies import MegatronStrategy
@@ -86,7 +85,6 @@ def test_commands_of_the_tutorial_are_those_of_the_readme() -> None:
 @pytest.mark.parametrize(
     ("page", "module", "data"),
     [
-        ("from_megatron.md", LanguageModule, PretrainDataModule),
         ("from_trl.md", HuggingFaceModule, FinetuneDataModule),
         ("from_axolotl.md", HuggingFaceModule, FinetuneDataModule),
     ],
