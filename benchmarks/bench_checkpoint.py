@@ -362,7 +362,7 @@ def run(
     facts["load_average_at_end"] = machine.describe()["load_average"]
     comparisons = compare(rounds)
     page = markdown(facts, rounds, comparisons, peaks, manifest)
-    kept = {"facts": facts, "rounds": rounds, "peaks": peaks, "manifest": asdict(manifest)}
+    kept = {"rounds": rounds, "peaks": peaks, "manifest": asdict(manifest)}
     kept["comparisons"] = [{**asdict(entry), "met": entry.met} for entry in comparisons]
     machine.keep(results, "checkpoint_cpu", facts, page, kept)
     return page

@@ -343,7 +343,6 @@ def run(
     }
     page = markdown(facts, shape, ratios, peaks, packed, texts)
     kept: dict[str, Any] = {
-        "facts": facts,
         "shape": asdict(shape),
         "peaks_mib": peaks,
         "packed": {name: None if p is None else p._asdict() for name, p in packed.items()},

@@ -300,7 +300,6 @@ def run(layer: ExpertShape, shapes: Sequence[ExpertShape], num_rounds: int, fold
         ]
     )
     kept: dict[str, Any] = {
-        "facts": facts,
         "layer": {"shape": asdict(layer), "experts_s": times[0], "dense_s": times[1]},
         "counts": {share: [rank._asdict() for rank in ranks] for share, ranks in counts.items()},
         "trainings": [training.numbers() for training in trainings],

@@ -254,7 +254,7 @@ def run(sizes: Sequence[int], unit_s: float, rounds: int, folder: Path) -> str:
     results = [measure(ranks, 2 * ranks, unit_s, rounds) for ranks in sizes]
     facts |= {"rounds": rounds, "load_average_at_end": machine.describe()["load_average"]}
     page = markdown(facts, results)
-    machine.keep(folder, "pipeline_cpu", facts, page, {"facts": facts, "results": results})
+    machine.keep(folder, "pipeline_cpu", facts, page, {"results": results})
     return page
 
 

@@ -203,7 +203,6 @@ def run(shape: Shape, num_rounds: int, large_vocabulary: int, folder: Path) -> s
     comparisons = [compare(steps, goal) for goal in GOALS]
     page = markdown(facts, shape, rows(steps, shape, None), comparisons, peaks)
     kept: dict[str, Any] = {
-        "facts": facts,
         "shape": asdict(shape),
         "peak_mib_with_large_vocabulary": peaks,
         "comparisons": [asdict(comparison) for comparison in comparisons],

@@ -205,7 +205,6 @@ def run(
     comparisons = [compare(steps, goal) for goal in GOALS if {goal.ours, goal.peer} <= set(names)]
     page = markdown(facts, shape, rows(steps, shape, host), comparisons)
     kept: dict[str, Any] = {
-        "facts": facts,
         "shape": asdict(shape),
         "comparisons": [asdict(comparison) for comparison in comparisons],
         "steps": {

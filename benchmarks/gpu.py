@@ -33,6 +33,7 @@ from benchmarks import (
     machine,
 )
 from benchmarks.gpu_cases import Item
+from megatron_lightning.cards.header import read_record, with_header
 
 BUDGET_S = 7.5 * 60
 """Less than 8 minutes, since the last measurement may take longer than expected."""
@@ -61,17 +62,18 @@ class Record:
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
         self.entries: dict[str, Any] = (
-            json.loads(path.read_text()) if resume and path.exists() else {}
+            read_record(path)["entries"] if resume and path.exists() else {}
         )
 
     def add(self, name: str, numbers: Mapping[str, Any]) -> None:
         """Write one item with place and time of its measurement; the file is replaced
         atomically.
         """
-        self.entries[name] = {"facts": machine.describe(), "numbers": numbers}
+        header = machine.describe()
+        self.entries[name] = {"header": header, "numbers": numbers}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         written = self.path.with_suffix(".part")
-        written.write_text(json.dumps(self.entries, indent=1) + "\n")
+        written.write_text(json.dumps({"header": header, "entries": self.entries}, indent=1) + "\n")
         written.replace(self.path)
 
     def has(self, name: str) -> bool:
@@ -80,7 +82,7 @@ class Record:
         if entry is None or "failed" in entry["numbers"]:
             return False
         now = machine.describe()
-        return all(entry["facts"][key] == now[key] for key in ("commit", "gpu", "versions"))
+        return all(entry["header"][key] == now[key] for key in ("commit", "gpu", "versions"))
 
 
 def run_items(items: Mapping[str, Item], record: Record, deadline: float) -> int:
@@ -128,7 +130,7 @@ def markdown(record: Record) -> str:
     """Return the record as a page."""
     lines = ["# GPU benchmarks", ""]
     for name, entry in record.entries.items():
-        facts, numbers = entry["facts"], summary(entry["numbers"])
+        facts, numbers = entry["header"], summary(entry["numbers"])
         versions = ", ".join(f"{package} {number}" for package, number in facts["versions"].items())
         lines += [
             f"## {name}",
@@ -190,7 +192,7 @@ def one_case(case: str, folder: Path, deadline: float) -> int:
 
 
 def _finish(record: Record, missing: int) -> int:
-    record.path.with_suffix(".md").write_text(markdown(record))
+    record.path.with_suffix(".md").write_text(with_header(markdown(record), machine.describe()))
     print(
         f"written: {record.path} and {record.path.with_suffix('.md').name}; {missing or 'nothing'} "
         "failed or missing"

@@ -53,6 +53,7 @@ _USAGE = """usage: megatron-lightning COMMAND [options]
   checkpoint  inspect, verify, reshard, consolidate, average, prune or upcycle checkpoints
   adapters    export, import or merge LoRA adapters
   convert     import or export Hugging Face folders; verify and compare folders
+  verify-card verify a model of the Hub, and keep a card with commands and measured values
   schedule    show a pipeline schedule: table, bubble, memory; --output DIR: picture
   plan        show grid, stages, memory, FLOPs and bubble of a configuration file; --search: layouts
   recipe      list, show or copy the configuration files of published models
@@ -145,6 +146,14 @@ _FUNCTIONS: Mapping[str, str] = types.MappingProxyType(
     }
 )
 """Command -> function that returns a text, or a list of texts, to print. Imported at the call."""
+_REPORTS: Mapping[str, tuple[str, int]] = types.MappingProxyType(
+    {
+        "plan": ("megatron_lightning.recipe_reading.plan_command.plan", WRONG_CONFIGURATION),
+        "doctor": ("megatron_lightning.doctor.command.doctor", FAILED),
+        "verify-card": ("megatron_lightning.cards.command.verify_card", FAILED),
+    }
+)
+"""Command -> function that returns a text and whether all is well, and the exit code if not."""
 _TOOLS: Mapping[str, str] = types.MappingProxyType(
     {
         "adapters": "megatron_lightning.peft.commands",
@@ -162,20 +171,19 @@ def _run(command: str, options: list[str]) -> None:
         for text in result if isinstance(result, list) else [result]:
             if isinstance(text, str):  # a tool's report of files is for Python
                 print(text)
-    elif command == "plan":
-        from megatron_lightning.recipe_reading.plan_command import plan
-
-        text, is_valid = _call(plan, command, _with_overrides(options))
-        print(text)
-        if not is_valid:
-            raise SystemExit(WRONG_CONFIGURATION)
-    elif command == "doctor":
-        from megatron_lightning.doctor.command import doctor
-
-        text, is_well = _call(doctor, command, _with_overrides(options))
+    elif command in _REPORTS:
+        path, code = _REPORTS[command]
+        module, _, name = path.rpartition(".")
+        function = getattr(importlib.import_module(module), name)
+        text, is_well = _call(
+            function,
+            command,
+            _with_overrides(options),
+            required_as_positional=command == "verify-card",
+        )
         print(text, end="\n" if text else "")
         if not is_well:
-            raise SystemExit(FAILED)
+            raise SystemExit(code)
     elif command == "checkpoint":
         from megatron_lightning.checkpoint.tools.commands import COMMANDS as TOOLS
         from megatron_lightning.models.upcycling import upcycle

@@ -24,7 +24,7 @@ TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 _TYPES = ("<class '", "typing.")
 COMMANDS = (
     *TRAINER_COMMANDS, "preprocess", "data", "generate", "evaluate", "serve", "checkpoint",
-    "adapters", "convert", "schedule", "plan", "recipe", "doctor",
+    "adapters", "convert", "verify-card", "schedule", "plan", "recipe", "doctor",
 )  # fmt: skip
 _OPTIONS_OF_A_CLASS = (
     ". Options go with the name of a class, as in --trainer.strategy=MegatronStrategy. In YAML: "

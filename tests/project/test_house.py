@@ -46,6 +46,7 @@ PURE = (
 USERS_OF_LIGHTNING = (
     "strategies/",
     "callbacks/",
+    "megatron_lightning/cards/trainings.py",
     "megatron_lightning/cli.py",
     "megatron_lightning/modules/",
     "megatron_lightning/guards/",

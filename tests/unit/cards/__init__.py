@@ -1,0 +1,1 @@
+"""Cards: what holds for a model, and the record of it."""
