@@ -20,11 +20,14 @@ from megatron_lightning.bridge.folders.folder import HuggingFaceFolder
 from megatron_lightning.bridge.folders.hub import local_folder
 from megatron_lightning.bridge.hf_models.logits import compare_logits
 from megatron_lightning.bridge.import_folder import import_folder
+from megatron_lightning.bridge.low_bit.export import QuantizedFolder, served_layers
+from megatron_lightning.bridge.low_bit.schemes import Recipe, Scheme
 from megatron_lightning.bridge.megatron_checkpoints.megatron import MegatronBridge
 from megatron_lightning.bridge.megatron_checkpoints.torch_dist import is_megatron
 from megatron_lightning.bridge.verification import compare_folders, round_trip
 from megatron_lightning.checkpoint.progress import progress_bar
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
+from megatron_lightning.precision.served.values import Fit, ServedName
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 _LISTED = 10
@@ -43,12 +46,17 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
     family: str | None = None,
     tokenizer: str | None = None,
     format: Literal["hf", "torch_dist"] = "hf",
+    quantize: ServedName | Literal["none"] | None = None,
+    group_size: int | None = None,
+    scheme: Scheme = "compressed-tensors",
+    scales: Fit = "max",
 ) -> None:
-    """Write a checkpoint of any layout as a Hugging Face folder.
+    """Write a checkpoint of any layout, or a folder, as a Hugging Face folder.
 
     Args:
         checkpoint: Checkpoint of a module with the folder's model, untouched or as ``GPTModel``. Or
-            a checkpoint of Megatron-LM or Megatron Bridge (``torch_dist``), with ``like``.
+            a checkpoint of Megatron-LM or Megatron Bridge (``torch_dist``), with ``like``. Or a
+            Hugging Face folder or Hub id, to quantize, dequantize or cast the weights.
         target: The folder to write.
         like: Folder or Hub id with the files, names and dtypes to follow. Default: the model's
             folder, kept in the checkpoint without weights.
@@ -62,6 +70,11 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
         tokenizer: Folder or Hub id of a tokenizer, for a ``GPTModel`` trained from scratch.
         format: hf: a Hugging Face folder. torch_dist, the format of Megatron-Core, is read by
             ``convert import`` and not written.
+        quantize: Format of the weights of linear layers, for servers. none: not quantized.
+        group_size: Values of a scale, with ``quantize=int4``: 128, 64 or 32.
+        scheme: Names and settings of the quantized tensors. ``modelopt`` with ``nvfp4``.
+        scales: How scales are chosen. max: by the largest value. mse: by the smallest squared error
+            of a few scales.
 
     Raises:
         CheckpointError: If the checkpoint is not of the folder's model, or the target exists.
@@ -74,6 +87,14 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
             "Face folder, and make a Megatron checkpoint of the folder with Megatron Bridge: "
             "AutoBridge.import_ckpt(FOLDER, MEGATRON_FOLDER)."
         )
+    recipe = None
+    if quantize not in (None, "none"):
+        recipe = Recipe.of(quantize, group_size, scheme, scales)
+    elif (group_size, scheme, scales) != (None, "compressed-tensors", "max"):
+        raise ConfigError(
+            "group_size, scheme and scales are settings of quantized weights, and quantize is "
+            f"{quantize}. Set quantize, or leave them out."
+        )
     folder, tensors = tensors_of_checkpoint(
         checkpoint,
         like=like,
@@ -84,6 +105,11 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
         family=family,
         tokenizer=tokenizer,
     )
+    if recipe is not None:
+        layers = served_layers(folder.files, tensors, trust_remote_code=trust_remote_code)
+        folder = QuantizedFolder(folder, tensors, recipe, layers)
+        tensors = folder.tensors
+        print(folder.describe())
     with progress_bar("exporting", _num_bytes(tensors)) as advance:
         write_folder(Path(target), folder, tensors, overwrite=overwrite, advance=advance)
     print(f"{target} holds {len(tensors)} tensors in {len(folder.headers)} files.")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron_lightning.assembly.state.left_out import refuse_partial
-from megatron_lightning.bridge.auto import AutoBridge
+from megatron_lightning.bridge.auto import AutoBridge, is_checkpoint
 from megatron_lightning.bridge.folder_model import Plan
 from megatron_lightning.bridge.folders.export import write_folder
 from megatron_lightning.bridge.folders.folder import FolderTensors
@@ -20,12 +20,14 @@ from megatron_lightning.bridge.folders.remembered_folders import kept_folders
 from megatron_lightning.bridge.gpt import gpt_config
 from megatron_lightning.bridge.megatron_checkpoints.megatron import MegatronBridge
 from megatron_lightning.bridge.megatron_checkpoints.torch_dist import is_megatron
+from megatron_lightning.bridge.tensors.inverse import assembled
 from megatron_lightning.bridge.tensors.lazy import Lazy
 from megatron_lightning.bridge.tensors.values import fills_of_checkpoint, fills_of_model
 from megatron_lightning.checkpoint.kept_files import kept_entry
 from megatron_lightning.checkpoint.reading.source import CheckpointSource, open_checkpoint
 from megatron_lightning.checkpoint.text_record import TextRecord
 from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.file_names import CONFIG
 from megatron_lightning.peft.record import read_records
 
 
@@ -43,7 +45,7 @@ def tensors_of_checkpoint(
     """Return the folder to write for a checkpoint, and the tensors, read when needed.
 
     Args:
-        checkpoint: A checkpoint of any layout.
+        checkpoint: A checkpoint of any layout, or a folder or Hub id, whose tensors are taken.
         like: Folder or Hub id. None: the folder in the checkpoint.
         model: Path of the model in the LightningModule. None: the first model from a folder.
         dtype: Dtype of floating tensors. None: the folder's.
@@ -62,6 +64,15 @@ def tensors_of_checkpoint(
             checkpoint, like, revision=revision, trust_remote_code=trust_remote_code, family=family
         )
         return megatron.bridge.folder, megatron.tensors(dtype)
+    if _is_folder(checkpoint):
+        _refuse_options(checkpoint, like=like, model=model, tokenizer=tokenizer)
+        bridge = AutoBridge.from_hf_pretrained(
+            os.fspath(checkpoint),
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            family=family,
+        )
+        return bridge.folder, assembled(bridge.folder, {}, {}, dtype)
     source = open_checkpoint(checkpoint)
     state = source.state()
     if not read_records(state):
@@ -105,6 +116,24 @@ def tensors_of_checkpoint(
             "export|merge."
         )
     return plan.folder, plan.tensors(fills_of_checkpoint(source, plan.parameters, place), dtype)
+
+
+def _is_folder(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a Hugging Face folder, or a Hub id."""
+    if is_checkpoint(str(path)):
+        return False
+    return (Path(path) / CONFIG).exists() or (
+        not Path(path).exists() and Path(path).suffix != ".ckpt" and str(path).count("/") == 1
+    )
+
+
+def _refuse_options(path: str | os.PathLike[str], **options: str | None) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} is {value!r}, and {path} is a Hugging Face folder, whose own files and "
+                f"names are written. Leave {name} out."
+            )
 
 
 def plan_of_model(model: nn.Module) -> Plan:

@@ -151,5 +151,7 @@ def test_what_is_no_quantized_folder_is_refused(tmp_path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"]["quant_method"] = "gptq"
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="quantized by 'gptq', and fp8, mxfp4 are read"):
+    with pytest.raises(
+        ConfigError, match="quantized by 'gptq', and fp8, mxfp4, compressed-tensors"
+    ):
         AutoBridge.from_hf_pretrained(path).to_model()

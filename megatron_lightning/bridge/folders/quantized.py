@@ -6,6 +6,7 @@ and scales of the box.
 * ``mxfp4`` (gpt-oss): ``X_blocks`` and ``X_scales``, two E2M1 numbers a byte, the lower bits first,
   and a power of two for each group of 32 numbers (OCP Microscaling Formats 1.0, section 5.3). The
   folder has every expert as [rows, columns], and the model as [columns, rows].
+* ``compressed-tensors`` and ``modelopt``: see :mod:`megatron_lightning.bridge.low_bit.reading`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from megatron_lightning.bridge.folders.configuration import add_rope_schema
 from megatron_lightning.bridge.folders.folder import FolderTensors
 from megatron_lightning.bridge.folders.new_files import new_files
 from megatron_lightning.bridge.folders.safetensors_file import StoredTensor
+from megatron_lightning.bridge.low_bit.reading import dequantized
 from megatron_lightning.bridge.tensors.lazy import Lazy
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.errors import CheckpointError, ConfigError
-from megatron_lightning.file_names import CONFIG, WEIGHTS_INDEX
+from megatron_lightning.file_names import CONFIG, MODELOPT_CONFIG, WEIGHTS_INDEX
 from megatron_lightning.parallel.shards.spec import Box, Shape
 
-METHODS = ("fp8", "mxfp4")
+METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt")
 """Supported values of ``quant_method``."""
 _SCALE = "_scale_inv"
 _LEFT_OUT = (".activation_scale", ".input_scale", ".k_scale", ".v_scale", ".q_scale")
@@ -61,7 +63,7 @@ class DequantizedFolder(FolderTensors):
                 "read. Load it with transformers, dequantize it (model.dequantize()), and save it "
                 "in bf16: model.save_pretrained(folder)."
             )
-        dequantize = _fp8 if method == "fp8" else _mxfp4
+        dequantize = {"fp8": _fp8, "mxfp4": _mxfp4}.get(str(method), dequantized)
         self._made = dequantize(folder, settings)
         table = {name: (tuple(x.shape), x.dtype) for name, x in self._made.items()}
         files = new_files(table)
@@ -97,7 +99,8 @@ def quantization_of(config: Path) -> Mapping[str, Any] | None:
 
 
 def _dequantized_files(files: KeptFiles, index: bytes | None) -> KeptFiles:
-    contents = {name: c for name, c in files.contents.items() if name != WEIGHTS_INDEX}
+    left_out = (WEIGHTS_INDEX, MODELOPT_CONFIG)
+    contents = {name: c for name, c in files.contents.items() if name not in left_out}
     config = json.loads(contents[CONFIG])
     del config["quantization_config"]
     config |= dict.fromkeys({"dtype", "torch_dtype"} & set(config) or {"dtype"}, "bfloat16")

@@ -1,0 +1,244 @@
+"""Write the weights of a folder's linear layers in few bits.
+
+Linear layers in the blocks of the language model are quantized, and every expert that the folder
+has as matrices. Output layers, embeddings, routers, towers of other inputs and layers outside of
+blocks keep their values, and are in ``ignore`` by path. One matrix is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.bridge.folder_model import FolderModel
+from megatron_lightning.bridge.folders.configuration import add_rope_schema
+from megatron_lightning.bridge.folders.folder import FolderTensors
+from megatron_lightning.bridge.folders.new_files import new_files
+from megatron_lightning.bridge.folders.safetensors_file import StoredTensor
+from megatron_lightning.bridge.low_bit.schemes import (
+    Recipe,
+    config_entry,
+    modelopt_file,
+    table_of_layer,
+    tensors_of_layer,
+)
+from megatron_lightning.bridge.tensors.lazy import Lazy
+from megatron_lightning.checkpoint.kept_files import KeptFiles
+from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.file_names import CONFIG, MODELOPT_CONFIG, WEIGHTS_INDEX
+from megatron_lightning.parallel.shards.spec import Box
+from megatron_lightning.precision.assignment import quantizable_layers
+from megatron_lightning.precision.served.values import Encoded, encode, fused_with
+
+_WEIGHT = ".weight"
+_IN_BLOCK = re.compile(r"(?:^|\.)([^.\d][^.]*\.\d+)(\..+)$")
+_OF_EXPERT = re.compile(r"\.experts\.\d+\.[^.]+$")
+
+
+class ServedLayers(NamedTuple):
+    """The layers of a folder, by their paths."""
+
+    quantized: list[str]
+    ignored: list[str]
+    """Other layers with a matrix."""
+    stacked: list[str]
+    """Names of tensors that stack the matrices of experts, which keep their values."""
+
+
+def _listed(names: list[str]) -> str:
+    return (", ".join(names[:4]) + (f" and {len(names) - 4} more" * (len(names) > 4))) or "none"
+
+
+def served_layers(
+    files: KeptFiles, tensors: Mapping[str, Tensor], *, trust_remote_code: bool = False
+) -> ServedLayers:
+    """Return the layers that are quantized.
+
+    Args:
+        files: The folder's configuration.
+        tensors: The folder's tensors.
+        trust_remote_code: Whether code in the folder may run.
+
+    Raises:
+        ConfigError: If no layer can be quantized, or ``transformers`` does not know the model.
+    """
+    with files.unpacked() as unpacked:
+        model = FolderModel(unpacked, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            module: nn.Module = model.model_class(model.config)
+    found = dict(module.named_modules())
+    linears = {path for path, child in found.items() if isinstance(child, nn.Linear)}
+    in_text = [
+        path
+        for path in quantizable_layers(module)
+        if path in linears and path.startswith(_text_prefix(found, model.config))
+    ]
+    # From the list of blocks on, since prefixes of folders and models differ.
+    tails, blocks = {_tail(path) for path in in_text}, {_tail(path)[0] for path in found}
+    embeddings = {path for path, child in found.items() if isinstance(child, nn.Embedding)}
+    matrices = [
+        path
+        for name, x in tensors.items()
+        if name.endswith(_WEIGHT) and x.ndim == 2 and x.dtype.is_floating_point
+        if (path := name.removesuffix(_WEIGHT)) not in embeddings
+    ]
+    quantized = [
+        path
+        for path in matrices
+        if (tail := _tail(path))[0]
+        and (tail in tails or (_OF_EXPERT.search(path) and tail[0] in blocks))
+    ]
+    if not quantized:
+        raise ConfigError(
+            f"{type(module).__name__} has no linear layer in its blocks to quantize. Leave "
+            "quantize out."
+        )
+    done = {_tail(path) for path in quantized}
+    ignored = {path for path in linears if _tail(path) not in done or not _tail(path)[0]}
+    ignored |= {*matrices} - {*quantized}
+    stacked = [name for name, x in tensors.items() if x.ndim == 3 and ".experts." in name]
+    return ServedLayers(quantized, sorted(ignored), stacked)
+
+
+def _tail(path: str) -> tuple[str, str]:
+    """Return block and rest of a path, such as ("layers.3", ".mlp.up_proj"). Empty: no block."""
+    match = _IN_BLOCK.search(path)
+    return ("", path) if match is None else (match[1], match[2])
+
+
+def _text_prefix(modules: Mapping[str, nn.Module], config: object) -> str:
+    """Return the path of the language model, with a dot. Empty: the model is one."""
+    text = config.get_text_config()  # type: ignore[attr-defined]
+    if text is config:
+        return ""
+    kind = type(text)
+    of_text = (path for path, x in modules.items() if isinstance(getattr(x, "config", None), kind))
+    return next((f"{path}." for path in of_text if path), "")
+
+
+class QuantizedFolder(FolderTensors):
+    """A folder with the weights of its linear layers in few bits.
+
+    Args:
+        folder: The folder with the other files.
+        tensors: The folder's tensors.
+        recipe: Format, scheme and choice of scales.
+        layers: The layers.
+
+    Raises:
+        ConfigError: If a layer does not fit the format.
+    """
+
+    def __init__(
+        self,
+        folder: FolderTensors,
+        tensors: Mapping[str, Lazy],
+        recipe: Recipe,
+        layers: ServedLayers,
+    ) -> None:
+        super().__init__(folder.path)
+        self._tensors, self._recipe, self._layers = tensors, recipe, layers
+        self._paths = frozenset(layers.quantized)
+        self._check_sizes()
+        self._amax: dict[tuple[str, ...], Tensor | None] = {}
+        self._latest: tuple[str, dict[str, Tensor]] = ("", {})
+        self._made: dict[str, Lazy] = {}
+        for name, x in tensors.items():
+            path = name.removesuffix(_WEIGHT)
+            self._made |= self._of_layer(path, x) if path in self._paths else {name: x}
+        files = new_files({name: (tuple(x.shape), x.dtype) for name, x in self._made.items()})
+        for file, header in files.headers.items():
+            self.add_file(file, header)
+        self._files = self._with_settings(folder.files, files.index_file)
+
+    def describe(self) -> str:
+        """Return a sentence about what is written."""
+        form, layers = self._recipe.form, self._layers
+        count = sum(self._tensors[f"{path}{_WEIGHT}"].numel() for path in layers.quantized)
+        made = (x for name, x in self._made.items() if name.rpartition(".")[0] in self._paths)
+        size = sum(x.nbytes for x in made)
+        stacked = f" Experts stay stacked, as they are: {_listed(layers.stacked)}."
+        return (
+            f"{len(layers.quantized)} layers in {form.name} ({self._recipe.scheme}), "
+            f"{8 * size / count:.3f} bits a weight. Left as they are: {_listed(layers.ignored)}."
+            f"{stacked if layers.stacked else ''}"
+        )
+
+    @property
+    def files(self) -> KeptFiles:
+        """All other files, with the quantization in config.json."""
+        return self._files
+
+    def _read(self, file: str, stored: StoredTensor, box: Box, out: Tensor) -> None:
+        self._made[stored.name].fill(box, out)
+
+    def _check_sizes(self) -> None:
+        form = self._recipe.form
+        shapes = {path: self._tensors[f"{path}{_WEIGHT}"].shape for path in sorted(self._paths)}
+        misfits = {path: x for path, (_, x) in shapes.items() if form.misfit(x) is not None}
+        for path, columns in misfits.items():
+            others = f", as in {len(misfits) - 1} other layers" if len(misfits) > 1 else ""
+            raise ConfigError(
+                f"{path}{_WEIGHT} of shape {list(shapes[path])}{others}: {form.misfit(columns)}."
+            )
+
+    def _of_layer(self, path: str, weight: Lazy) -> dict[str, Lazy]:
+        rows, columns = weight.shape
+        table = table_of_layer(rows, columns, self._recipe)
+        return {
+            f"{path}.{name}": Lazy(shape, dtype, partial(self._fill_part, path, name))
+            for name, (shape, dtype) in table.items()
+        }
+
+    def _fill_part(self, path: str, name: str, box: Box, out: Tensor) -> None:
+        if self._latest[0] != path:  # tensors of a layer are written one after the other
+            self._latest = (path, tensors_of_layer(self._encoded(path), self._recipe))
+        out.copy_(self._latest[1][name][box.slices])
+
+    def _encoded(self, path: str) -> Encoded:
+        weight = self._weight(path)
+        if not bool(weight.isfinite().all()):
+            raise CheckpointError(
+                f"{path}{_WEIGHT} has values that are NaN or infinite, for which no scale exists. "
+                "Export an earlier checkpoint."
+            )
+        return encode(weight, self._recipe.form, self._shared_amax(path), fit=self._recipe.fit)
+
+    def _shared_amax(self, path: str) -> Tensor | None:
+        """Return the amax of all matrices that servers fuse with a layer's."""
+        form = self._recipe.form
+        if not form.is_of_matrix:
+            return None
+        parent, _, name = path.rpartition(".")
+        fused = tuple(other for n in fused_with(name) if (other := f"{parent}.{n}") in self._paths)
+        if fused not in self._amax:
+            each = [form.shared_amax(self._weight(other)) for other in fused]
+            self._amax[fused] = torch.stack([x for x in each if x is not None]).amax(0)
+        return self._amax[fused]
+
+    def _weight(self, path: str) -> Tensor:
+        return self._tensors[f"{path}{_WEIGHT}"].read()
+
+    def _with_settings(self, files: KeptFiles, index: bytes | None) -> KeptFiles:
+        ignore = self._layers.ignored
+        contents = {name: c for name, c in files.contents.items() if name != WEIGHTS_INDEX}
+        config = json.loads(contents[CONFIG])
+        config["quantization_config"] = config_entry(self._recipe, ignore)
+        first = self._tensors[f"{self._layers.quantized[0]}{_WEIGHT}"]
+        dtype = str(first.dtype).removeprefix("torch.")
+        config |= dict.fromkeys({"dtype", "torch_dtype"} & set(config) or {"dtype"}, dtype)
+        add_rope_schema(config)
+        contents[CONFIG] = _json(config)
+        if self._recipe.scheme == "modelopt":
+            contents[MODELOPT_CONFIG] = _json(modelopt_file(self._recipe.form, ignore))
+        return KeptFiles(contents if index is None else {**contents, WEIGHTS_INDEX: index})
+
+
+def _json(content: object) -> bytes:
+    return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"

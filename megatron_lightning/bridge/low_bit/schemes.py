@@ -1,0 +1,185 @@
+"""The settings and tensors of a format in two schemes: compressed-tensors', and ModelOpt's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.config.value_checks import check_choice
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.precision.formats import pack_e2m1
+from megatron_lightning.precision.served.values import Encoded, Fit, ServedFormat, ServedName
+
+Scheme = Literal["compressed-tensors", "modelopt"]
+TensorTable = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Name in the layer -> shape and dtype."""
+
+_KINDS: Mapping[ServedName, str] = {
+    "nvfp4": "nvfp4-pack-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+    "mxfp8": "mxfp8-quantized",
+    "int8": "pack-quantized",
+    "int4": "pack-quantized",
+}
+# TensorRT-LLM knows the scheme by this name. The version is the one whose files these follow.
+_PRODUCER: Mapping[str, str] = {"name": "modelopt", "version": "0.47.0"}
+_WORD = 32  # bits
+
+
+class Recipe(NamedTuple):
+    """How weights are written."""
+
+    form: ServedFormat
+    scheme: Scheme = "compressed-tensors"
+    """Names and settings."""
+    fit: Fit = "max"
+    """How scales are chosen."""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        group_size: int | None = None,
+        scheme: str = "compressed-tensors",
+        fit: str = "max",
+    ) -> Recipe:
+        """Return a recipe of checked options.
+
+        Raises:
+            ConfigError: If an option is unknown, or the scheme lacks the format.
+        """
+        form = ServedFormat.of(name, group_size)
+        check_choice("scheme", scheme, get_args(Scheme))
+        check_choice("scales", fit, get_args(Fit))
+        if scheme == "modelopt" and form.name != "nvfp4":
+            raise ConfigError(
+                f"scheme is modelopt with {form.name}, of which it has no algorithm for weights "
+                "alone. Set scheme to compressed-tensors, or quantize to nvfp4 (W4A16_NVFP4)."
+            )
+        return cls(form, cast(Scheme, scheme), cast(Fit, fit))
+
+
+def tensors_of_layer(encoded: Encoded, recipe: Recipe) -> dict[str, Tensor]:
+    """Return the tensors of a layer by their names in the layer."""
+    form, scheme = recipe.form, recipe.scheme
+    codes, scales, outer = encoded
+    if outer is not None:
+        small = scales.to(torch.float8_e4m3fn)
+        if scheme == "modelopt":  # multiplies by the outer scale
+            return {
+                "weight": pack_e2m1(codes),
+                "weight_scale": small,
+                "weight_scale_2": outer.reshape(()),
+            }
+        return {  # divides by it
+            "weight_packed": pack_e2m1(codes),
+            "weight_scale": small,
+            "weight_global_scale": outer.reciprocal().reshape(1),
+        }
+    if form.name in ("mxfp4", "mxfp8"):
+        exponents = scales.to(torch.float8_e8m0fnu).view(torch.uint8)
+        if form.name == "mxfp4":
+            return {"weight_packed": pack_e2m1(codes), "weight_scale": exponents}
+        return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale": exponents}
+    if form.is_integer:
+        return {
+            "weight_packed": _packed(codes, form.bits),
+            "weight_scale": scales.bfloat16(),
+            "weight_shape": torch.tensor(codes.shape),
+        }
+    scales = scales.reshape(1) if form.name == "fp8_tensor" else scales
+    return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale": scales}
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """Return integers [R, C] in words of 32 bits, without a sign, the first in the low bits."""
+    in_word = _WORD // bits
+    positive = (codes + 2 ** (bits - 1)).to(torch.int64)
+    positive = torch.nn.functional.pad(positive, (0, -codes.shape[1] % in_word))
+    shifts = bits * torch.arange(in_word)
+    words = (positive.view(len(codes), -1, in_word) << shifts).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def table_of_layer(rows: int, columns: int, recipe: Recipe) -> TensorTable:
+    """Return the names, shapes and dtypes of :func:`tensors_of_layer`."""
+    block = recipe.form.block
+    grid = (_count(rows, block.rows), _count(columns, block.columns))
+    outer = torch.ones(1, 1) if recipe.form.name == "nvfp4" else None
+    # One row of blocks has the dtypes; shapes follow from the sizes.
+    small = Encoded(torch.zeros(1, columns), torch.ones(1, grid[1]), outer)
+    table: TensorTable = {}
+    for name, x in tensors_of_layer(small, recipe).items():
+        is_fixed = x.ndim < 2
+        first = grid[0] if name == "weight_scale" else rows
+        table[name] = (tuple(x.shape) if is_fixed else (first, x.shape[1]), x.dtype)
+    return table
+
+
+def _count(extent: int, size: int | None) -> int:
+    return 1 if size is None else -(-extent // size)
+
+
+def config_entry(recipe: Recipe, ignore: Sequence[str]) -> dict[str, Any]:
+    """Return ``quantization_config`` of config.json."""
+    form = recipe.form
+    if recipe.scheme == "modelopt":
+        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": form.group_size}
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": "W4A16_NVFP4",
+            "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+            "ignore": list(ignore),
+            "producer": dict(_PRODUCER),
+        }
+    kind = _KINDS.get(form.name, "naive-quantized")
+    group = {
+        "targets": ["Linear"],
+        "weights": _weights(form),
+        "input_activations": None,
+        "output_activations": None,
+        "format": kind,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+    }
+
+
+def modelopt_file(form: ServedFormat, ignore: Sequence[str]) -> dict[str, Any]:
+    """Return the content of ModelOpt's own file beside config.json."""
+    quantization = {
+        "quant_algo": "W4A16_NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": form.group_size,
+        "exclude_modules": list(ignore),
+    }
+    return {"producer": dict(_PRODUCER), "quantization": quantization}
+
+
+def _weights(form: ServedFormat) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "num_bits": form.bits,
+        "type": "int" if form.is_integer else "float",
+        "symmetric": True,
+        "dynamic": False,
+    }
+    if form.name in ("mxfp4", "mxfp8"):
+        scales = {"scale_dtype": "torch.uint8"}
+        return settings | scales | {"strategy": "group", "group_size": form.group_size}
+    if form.name == "nvfp4":
+        scales = {"scale_dtype": "torch.float8_e4m3fn"}
+        return settings | scales | {"strategy": "tensor_group", "group_size": form.group_size}
+    if form.name == "int4":
+        return settings | {"strategy": "group", "group_size": form.group_size}
+    if form.name == "fp8_block":
+        size = form.group_size
+        return settings | {"strategy": "block", "block_structure": [size, size]}
+    return settings | {"strategy": "tensor" if form.name == "fp8_tensor" else "channel"}
