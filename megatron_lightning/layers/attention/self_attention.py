@@ -129,7 +129,7 @@ class CoreAttention(SequenceMixer):
         if self.engine is not None and self.engine.takes(q, sequence):
             return self.engine(q, k, v, sequence, scale)
         size = v.shape[3]
-        q, k, v = _with_equal_heads(q, k, v)
+        q, k, v = with_equal_heads(q, k, v)
         # Autocast would cast the inputs down again.
         if self.in_fp32:
             with torch.autocast(q.device.type, enabled=False):
@@ -246,7 +246,7 @@ class CoreAttention(SequenceMixer):
         self.check_parts()
 
 
-def _with_equal_heads(*tensors: Tensor) -> list[Tensor]:
+def with_equal_heads(*tensors: Tensor) -> list[Tensor]:
     """Return tensors [..., d] padded with zeros to the largest d."""
     size = max(x.shape[-1] for x in tensors)
     return [x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in tensors]

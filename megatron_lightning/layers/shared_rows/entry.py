@@ -19,18 +19,28 @@ from torch import Tensor, nn
 
 from megatron_lightning.config import ContextMixers
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.shared_rows.mixers import KINDS, full_rows
+from megatron_lightning.layers.shared_rows.conditions import (
+    evaluating,
+    exact_products,
+    has_16_bits,
+    is_close,
+    small_windows,
+)
+from megatron_lightning.layers.shared_rows.kinds import KINDS
+from megatron_lightning.layers.shared_rows.mixers import SharingRanks, full_rows
+from megatron_lightning.layers.shared_rows.other_names import bind_names
 from megatron_lightning.layers.shared_rows.places import changed, tensors
-from megatron_lightning.layers.shared_rows.probe import Block, Findings, Probe, is_close
+from megatron_lightning.layers.shared_rows.probe import Block, Findings, Probe
+from megatron_lightning.layers.shared_rows.ring import RingMixer, leave_masks_out
 from megatron_lightning.layers.wrapped_methods import wrap
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.grid.context import AxisGroup
-from megatron_lightning.parallel.sequence import SequencePart
 
 _TOKENS, _EMBEDDINGS, _MASK, _POSITIONS = (
     "input_ids", "inputs_embeds", "attention_mask", "position_ids",
 )  # fmt: skip
-_ROWS = (_TOKENS, _EMBEDDINGS, _MASK, _POSITIONS, "token_type_ids")
+_TYPES = "token_type_ids"
+_ROWS = (_TOKENS, _EMBEDDINGS, _MASK, _POSITIONS, _TYPES)
 """Arguments with a row's tokens in dim 1."""
 _OF_LOGITS = ("labels", "shift_labels", "num_items_in_batch")
 """Arguments compared with a rank's logits."""
@@ -44,17 +54,19 @@ class SharedRows:
     """Forward pre-hook of a model of ``transformers``. Its calls get a rank's part, or full rows.
 
     Args:
-        group: The context-parallel ranks.
+        ranks: The context-parallel ranks.
         others: Groups that together join all ranks of the job, which find the same.
         mixers: Which ways are taken, see
             :attr:`~megatron_lightning.config.ContextOptions.mixers`.
     """
 
-    group: AxisGroup
+    ranks: SharingRanks
     others: tuple[AxisGroup, ...]
     mixers: ContextMixers
     kinds: dict[str, str] = field(default_factory=dict)
     """Path of a module that mixes tokens -> the way in which it works on a rank's part."""
+    _keeps_masks: bool = True
+    """Whether the model makes masks, of which the ring reads none."""
     _length: int | None = None
     _is_probed: bool = False
     _device: torch.device | None = None
@@ -93,7 +105,7 @@ class SharedRows:
         Raises:
             ConfigError: If there is a tensor that the probe has not seen.
         """
-        length, part = self._length, SequencePart(self.group.rank, self.group.size)
+        length, part = self._length, self.ranks.part
 
         def split(place: str, tensor: Tensor) -> Tensor:
             dim = block.divided.get(place)
@@ -121,7 +133,7 @@ class SharedRows:
                 f"{name} was called with {unknown[0]}, and ranks that share its rows know "
                 f"{', '.join(_ROWS)} alone. Leave it out, or set context_parallel_size to 1."
             )
-        part_length = length // self.group.size
+        part_length = length // self.ranks.group.size
         for key in _ROWS:
             value = given.get(key)
             if value is None:
@@ -134,7 +146,7 @@ class SharedRows:
                     "comes from in sequence_dims, and do not cut sequences in the step."
                 )
             if columns == part_length:
-                given[key] = full_rows(value, self.group, 1)
+                given[key] = full_rows(value, self.ranks.group, 1)
         mask, positions = given.pop(_MASK, None), given.pop(_POSITIONS, None)
         if mask is not None and not bool(mask.all()):
             raise ConfigError(
@@ -142,6 +154,7 @@ class SharedRows:
                 "rows at their ends and leave the mask out: no token sees the padding behind it, "
                 "and labels of -100 keep it out of the loss."
             )
+        self._check_types(name, given.get(_TYPES))
         usual = torch.arange(length, device=None if positions is None else positions.device)
         if positions is not None and not bool((positions == usual).all()):
             raise ConfigError(
@@ -150,6 +163,14 @@ class SharedRows:
                 "set context_parallel_size to 1."
             )
         return given | _without_cache(module)
+
+    def _check_types(self, name: str, types: Tensor | None) -> None:
+        reads_none = self._keeps_masks and RingMixer.kind in self.kinds.values()
+        if reads_none and types is not None and bool(types.any()):
+            raise ConfigError(
+                f"{name} was given {_TYPES}, of which it may make a mask, and attention over the "
+                "ranks reads none. Leave it out, or set context_parallel_size to 1."
+            )
 
     # ---------------------------------------------------------------------------------------- probe
 
@@ -162,7 +183,7 @@ class SharedRows:
         """
         if self._is_probed:
             return False
-        length = probed_length(model, self.group.size)
+        length = probed_length(model, self.ranks.group.size)
         kinds = tuple(k for k in KINDS if self.mixers == "auto" or k.divides)
         call = _ProbedCall(model, length)
         self._device = call.device
@@ -172,16 +193,18 @@ class SharedRows:
             torch.autocast(call.device.type, enabled=False),
             torch.compiler.set_stance("force_eager"),
             torch.no_grad(),
-            _evaluating(model),
+            evaluating(model),
+            small_windows(model),
+            exact_products(),
         ):
-            findings = Probe(model, length, self.group, self._agree, kinds).run(
-                lambda: call(_SEEDS[0])
-            )
+            probe = Probe(model, length, self.ranks, self._agree, lambda _: kinds)
+            findings = probe.run(lambda: call(_SEEDS[0]))
             expected = call(_SEEDS[1])
+            noise = call.noise(_SEEDS[1], expected) if has_16_bits(model) else 0.0
             self._bind(model, findings)
             self._is_probed = True
             with self.rows_of(length):
-                self._compare(model, call, expected)
+                self._compare(model, call, expected, noise)
         _check_dropout(model, self.kinds)
         return True
 
@@ -190,16 +213,20 @@ class SharedRows:
             module = model.get_submodule(block.path)
             module.register_forward_pre_hook(_Divide(self, block), with_kwargs=True)
         for path, way in findings.mixers.items():
-            wrap(model.get_submodule(path), "forward", way)
+            module = model.get_submodule(path)
+            bind_names(module, way.other_names(module))
+            wrap(module, "forward", way)
             self.kinds[path] = way.kind
+        rings = {path for path, way in findings.mixers.items() if isinstance(way, RingMixer)}
+        self._keeps_masks = not leave_masks_out(model, rings)
 
-    def _compare(self, model: nn.Module, call: _ProbedCall, expected: Tensor) -> None:
-        part = SequencePart(self.group.rank, self.group.size).split(expected, 1)
+    def _compare(self, model: nn.Module, call: _ProbedCall, expected: Tensor, noise: float) -> None:
+        part = self.ranks.part.split(expected, 1)
         try:
             found, finding = call(_SEEDS[1]), ""
         except (RuntimeError, ValueError, TypeError, IndexError) as error:  # on every rank alike
             found, finding = None, str(error).splitlines()[0]
-        if not self._agree(is_close(found, part)):
+        if not self._agree(is_close(found, part, 3 * noise)):
             finding = finding or f"{list(part.shape)} of {list(expected.shape)} differ"
             raise ConfigError(
                 f"{type(model).__name__} does not give on ranks that share rows what it gives in "
@@ -235,10 +262,23 @@ class _ProbedCall:
         self._vocabulary = int(config.get_text_config().vocab_size)
 
     def __call__(self, seed: int) -> Tensor:
+        return self._logits(self._rows(seed))
+
+    def noise(self, seed: int, expected: Tensor) -> float:
+        """Return the largest difference that roundings make: of rows called one by one, with
+        products of other shapes. A collective.
+        """
+        alone = torch.cat([self._logits(row) for row in torch.split(self._rows(seed), 1)])
+        return float((alone - expected).abs().max())
+
+    def _rows(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         shape = (_PROBED_ROWS, self._length)
         rows = torch.randint(0, self._vocabulary, shape, generator=generator, device="cpu")
-        output = self._model(input_ids=rows.to(self.device), **_without_cache(self._model))
+        return rows.to(self.device)
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        output = self._model(input_ids=rows, **_without_cache(self._model))
         return next(x for _, x in tensors(tuple(_plain(output))))
 
 
@@ -289,18 +329,6 @@ def _without_cache(module: nn.Module) -> dict[str, bool]:
     parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {"use_cache": False} if takes_all or "use_cache" in parameters else {}
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Context without dropout."""
-    was_training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in was_training.items():
-            module.training = training
 
 
 def _check_dropout(model: nn.Module, kinds: Mapping[str, str]) -> None:

@@ -8,6 +8,8 @@ of full rows, the others are a rank's part.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import signature, unwrap
 from typing import Any, ClassVar, NamedTuple
@@ -16,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_lightning.layers.context.backends import ContextBackend
+from megatron_lightning.layers.shared_rows.other_names import bound_names
 from megatron_lightning.layers.shared_rows.places import Places, changed, tensors
 from megatron_lightning.parallel.collectives import gather_sequence
 from megatron_lightning.parallel.grid.context import AxisGroup
@@ -44,6 +48,21 @@ class Arguments(NamedTuple):
     """Places of arguments of full rows."""
 
 
+@dataclass(frozen=True)
+class SharingRanks:
+    """The ranks that share rows."""
+
+    group: AxisGroup
+    """The context-parallel ranks."""
+    attention: ContextBackend | None = None
+    """Attention over the ranks. None: no ring."""
+
+    @property
+    def part(self) -> SequencePart:
+        """The rank's part of a row."""
+        return SequencePart(self.group.rank, self.group.size)
+
+
 @dataclass
 class SharedMixer(ABC):
     """Wrapper of the forward of a module that mixes tokens."""
@@ -54,8 +73,7 @@ class SharedMixer(ABC):
     """Whether a rank computes its part alone."""
 
     arguments: Arguments
-    group: AxisGroup
-    """The context-parallel ranks."""
+    ranks: SharingRanks
 
     @classmethod
     @abstractmethod
@@ -66,10 +84,13 @@ class SharedMixer(ABC):
     def __call__(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the rank's part of the outputs."""
 
-    @property
-    def part(self) -> SequencePart:
-        """The rank's part of a row."""
-        return SequencePart(self.group.rank, self.group.size)
+    def other_names(self, module: nn.Module) -> Mapping[str, Any]:
+        """Return what the module's code finds under some of its global names."""
+        return {}
+
+    def bound(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Give the module its other names, until the end of the context."""
+        return bound_names(module, self.other_names(module))
 
     def split_full(self, values: Any) -> Any:
         """Return the arguments with the rank's part of those of full rows."""
@@ -77,7 +98,7 @@ class SharedMixer(ABC):
 
         def split(place: str, tensor: Tensor) -> Tensor:
             dim = known.inputs.dims.get(place) if place in known.full else None
-            return tensor if dim is None else self.part.split(tensor, dim)
+            return tensor if dim is None else self.ranks.part.split(tensor, dim)
 
         return changed(values, split)
 
@@ -110,12 +131,14 @@ class GatheredMixer(SharedMixer):
         def gather(place: str, tensor: Tensor) -> Tensor:
             dim = known.inputs.dims.get(place)
             return (
-                tensor if dim is None or place in known.full else full_rows(tensor, self.group, dim)
+                tensor
+                if dim is None or place in known.full
+                else full_rows(tensor, self.ranks.group, dim)
             )
 
         def split(place: str, tensor: Tensor) -> Tensor:
             dim = known.outputs.dims.get(place)
-            return tensor if dim is None else self.part.split(tensor, dim)
+            return tensor if dim is None else self.ranks.part.split(tensor, dim)
 
         args, kwargs = changed((args, kwargs), gather)
         if _CACHE in kwargs:  # a recomputation would add its keys once more
@@ -150,16 +173,16 @@ class DividedRows(SharedMixer):
         if mask is None:  # the model leaves plain causality to a kernel
             mask = self._causal(kwargs)
         elif mask.shape[2] > 1:
-            mask = self.part.split(mask, 2)
-        return forward(*args, **kwargs | {_MASK: mask, _CACHE: KeysOfRanks(self.group)})
+            mask = self.ranks.part.split(mask, 2)
+        return forward(*args, **kwargs | {_MASK: mask, _CACHE: KeysOfRanks(self.ranks.group)})
 
     def _causal(self, kwargs: dict[str, Any]) -> Tensor | None:
         """Return the rank's rows of a causal mask [1, 1, s / c, s]."""
         dims = self.arguments.inputs.dims
         for place, tensor in tensors(((), kwargs)):
             if place in dims and place not in self.arguments.full:
-                length = tensor.shape[dims[place]] * self.group.size
-                own = self.part.positions(length, tensor.device)
+                length = tensor.shape[dims[place]] * self.ranks.group.size
+                own = self.ranks.part.positions(length, tensor.device)
                 return (own[:, None] >= torch.arange(length, device=tensor.device))[None, None]
         return None
 
@@ -200,7 +223,3 @@ class _EveryLayer:
 
     def __getitem__(self, _: int) -> KeysOfRanks:
         return self._cache
-
-
-KINDS: tuple[type[SharedMixer], ...] = (DividedRows, GatheredMixer)
-"""The ways, in the order in which they are tried."""

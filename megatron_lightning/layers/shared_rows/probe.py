@@ -1,32 +1,28 @@
-"""Find what mixes tokens in a model: one call with a short row, watched, and one token changed.
+"""Find what mixes tokens in a model: one call with a short row, watched, and two tokens changed.
 
 The call runs on the placed ranks, inside of the model's own blocks, so that weights are what a step
-has. A module that a block calls mixes tokens if a change of one token changes the output of
+has. A module that a block calls mixes tokens if a change of tokens changes the output of
 another. The first way (:mod:`~megatron_lightning.layers.shared_rows.mixers`) is taken whose output
 equals the rank's part of the full output, on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.shared_rows.mixers import KINDS, Arguments, SharedMixer
+from megatron_lightning.layers.shared_rows.conditions import has_16_bits, in_fp32, is_close
+from megatron_lightning.layers.shared_rows.mixers import Arguments, SharedMixer, SharingRanks
 from megatron_lightning.layers.shared_rows.places import Places, changed, hidden_states, tensors
-from megatron_lightning.parallel.grid.context import AxisGroup
 
 _FELT = 1e-6
 """Share of the largest output, from which on a change of another token is felt."""
-_EQUAL: Mapping[torch.dtype, float] = MappingProxyType({torch.float32: 1e-4, torch.float64: 1e-9})
-"""Share of the largest output, up to which two ways are equal: sums in another order."""
-_EQUAL_IN_16_BITS = 2e-2
 
 Agree = Callable[[bool], bool]
 """Whether all ranks of the job say True. A collective."""
@@ -75,20 +71,23 @@ class Probe:
     Args:
         model: The model that calls the blocks.
         length: Tokens of a row in the call; no other size of the model.
-        group: The context-parallel ranks.
+        ranks: The context-parallel ranks.
         agree: Tells all ranks whether all succeeded.
-        kinds: The ways to try, in order.
+        kinds: The ways to try for a path, in order.
     """
 
     def __init__(
         self,
         model: nn.Module,
         length: int,
-        group: AxisGroup,
+        ranks: SharingRanks,
         agree: Agree,
-        kinds: tuple[type[SharedMixer], ...] = KINDS,
+        kinds: Callable[[str], Sequence[type[SharedMixer]]],
     ) -> None:
-        self._model, self._length, self._group, self._agree = model, length, group, agree
+        self._model = model
+        self._length = length
+        self._ranks = ranks
+        self._agree = agree
         self._kinds = kinds
         self._paths = {module: path for path, module in model.named_modules()}
         self._items = {item for m in model.modules() if isinstance(m, nn.ModuleList) for item in m}
@@ -180,43 +179,70 @@ class Probe:
         """Return the way in which a module shares rows. None: it does not mix tokens."""
         values = (args, kwargs)
         places = Places.of(values, self._length)
-        hidden = hidden_states(values, places.dims)
-        if hidden is None:
+        if hidden_states(values, places.dims) is None:
             return None
-        full_output = call.module.forward(*args, **kwargs)
         # Full rows are what the block has from its caller; hidden states are divided before it.
-        if not self._mixes(call.module, values, hidden, places.dims[hidden[0]], full_output):
-            _check_weights(call.module, call.path, full_output)
-            return None
         block = call if call.is_block else self._stack[-1]
         full = {place: id(x) for place, x in tensors(values) if id(x) in block.from_outside}
-        outputs = Places.of(full_output, self._length)
-        arguments = Arguments(places, outputs, frozenset(full))
-        for kind in self._kinds:
-            way = kind(arguments, self._group)
+        with self._precise(call.module, values) as (values, full_output):
+            if not self._mixes(call.module, values, places.dims, full_output):
+                _check_weights(call.module, call.path, full_output)
+                return None
+            outputs = Places.of(full_output, self._length)
+            arguments = Arguments(places, outputs, frozenset(full))
+            way = self._first_equal(call, arguments, values, full_output)
+        return _Mixer(call.path, way, frozenset(full.values()))
+
+    @contextmanager
+    def _precise(self, module: nn.Module, values: Any) -> Iterator[tuple[Any, Any]]:
+        """Context of a proof. Yield the arguments and the outputs of full rows, in fp32 where the
+        module can compute in fp32: in 16 bits, roundings flip choices of experts and keys.
+        """
+        with ExitStack() as undo:
+            if has_16_bits(module):
+                try:
+                    wide = undo.enter_context(in_fp32(module, values))
+                    output = module.forward(*wide[0], **wide[1])
+                except ConfigError:
+                    raise
+                except (RuntimeError, ValueError, TypeError):  # a kernel of 16 bits alone
+                    undo.close()
+                else:
+                    yield wide, output
+                    return
+            yield values, module.forward(*values[0], **values[1])
+
+    def _first_equal(
+        self, call: _Call, arguments: Arguments, values: Any, full_output: Any
+    ) -> SharedMixer:
+        kinds = self._kinds(call.path)
+        for kind in kinds:
+            way = kind(arguments, self._ranks)
             is_equal = kind.suits(call.module, arguments) and self._is_equal(
                 way, call.module, values, full_output
             )
             if self._agree(is_equal):
-                return _Mixer(call.path, way, frozenset(full.values()))
+                return way
         raise ConfigError(
             f"{call.path} (a {type(call.module).__name__}) mixes the tokens of a row, and ranks "
             "that share sequences cannot share it "
-            f"({', '.join(kind.kind for kind in self._kinds)}: other outputs than of full rows). "
+            f"({', '.join(kind.kind for kind in kinds)}: other outputs than of full rows). "
             'Set context_parallel_size to 1, or ContextOptions(mixers="auto").'
         )
 
-    def _mixes(
-        self, module: nn.Module, values: Any, hidden: tuple[str, Tensor], dim: int, output: Any
-    ) -> bool:
-        """Return whether a change of one token changes the output of another."""
-        at = self._length // 3
+    def _mixes(self, module: nn.Module, values: Any, inputs: dict[str, int], output: Any) -> bool:
+        """Return whether a change of two tokens changes the output of another."""
+        hidden = hidden_states(values, inputs)
+        if hidden is None:
+            return False
+        # Two neighbors: one of them may be the last token of a chunk, which no later token sees.
+        at = slice(self._length // 3, self._length // 3 + 2)
         place, states = hidden
-        noise = torch.randn(
-            states.select(dim, at).shape, generator=torch.Generator().manual_seed(5), device="cpu"
-        )
+        dim = inputs[place]
         other = states.clone()
-        other.select(dim, at).add_(noise.to(other))
+        chosen = other.movedim(dim, 0)[at]
+        generator = torch.Generator().manual_seed(5)
+        chosen.add_(torch.randn(chosen.shape, generator=generator, device="cpu").to(other))
         args, kwargs = changed(values, lambda p, x: other if p == place else x)
         found = dict(tensors(module.forward(*args, **kwargs)))
         dims = Places.of(output, self._length).dims
@@ -232,7 +258,7 @@ class Probe:
         """Return whether a way gives the rank's part of the outputs, in a call with its part of the
         arguments.
         """
-        known, part = way.arguments, way.part
+        known, part = way.arguments, self._ranks.part
 
         def split(place: str, tensor: Tensor) -> Tensor:
             dim = known.inputs.dims.get(place)
@@ -240,7 +266,8 @@ class Probe:
 
         args, kwargs = changed(values, split)
         try:
-            found = dict(tensors(way(module.forward, *args, **kwargs)))
+            with way.bound(module):
+                found = dict(tensors(way(module.forward, *args, **kwargs)))
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
             return False  # on every rank alike: the way is not for this module
         compared = [
@@ -272,11 +299,3 @@ def _check_weights(module: nn.Module, path: str, output: Any) -> None:
             "whether it mixes the tokens of a row, and ranks that share sequences must know. Begin "
             "with other weights, such as small random ones, or set context_parallel_size to 1."
         )
-
-
-def is_close(found: Tensor | None, expected: Tensor) -> bool:
-    """Return whether two ways to compute a tensor agree, up to sums in another order."""
-    if found is None or found.shape != expected.shape:
-        return False
-    tolerance = _EQUAL.get(expected.dtype, _EQUAL_IN_16_BITS) * float(expected.abs().max())
-    return bool((found - expected).abs().max() <= tolerance)

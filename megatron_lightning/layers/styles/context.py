@@ -9,9 +9,9 @@ from torch import nn
 from megatron_lightning.config import CPCommType
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.attention.self_attention import CoreAttention
+from megatron_lightning.layers.attention.transformers_attention import looks_attention_up, put_core
 from megatron_lightning.layers.context.backends import BACKENDS
 from megatron_lightning.layers.styles.common import AdditionalStyle
-from megatron_lightning.layers.styles.transformers_attention import looks_attention_up, put_core
 from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
 
@@ -70,16 +70,26 @@ class ContextAttention(AdditionalStyle):
                 f"attention_dropout={core.dropout.p} cannot be combined with "
                 f"context_parallel_size={context.cp.size}. Set it to 0."
             )
-        core.cp_comm_type = cp_comm_type = self._cp_comm_type(context)
-        core.cp_comm = BACKENDS[cp_comm_type](context)
+        core.cp_comm_type = cp_comm_type_of(self.cp_comm_type, context)
+        core.cp_comm = BACKENDS[core.cp_comm_type](context)
         core.num_context_ranks = context.cp.size
         return module
 
-    def _cp_comm_type(self, context: ParallelContext) -> CPCommType:
-        cp_comm_type = self.cp_comm_type or context.context_options.cp_comm_type
-        if isinstance(cp_comm_type, list) or cp_comm_type not in BACKENDS:
-            raise ShardingError(
-                f"cp_comm_type is {cp_comm_type!r}, and one attention module has one of "
-                f"{', '.join(BACKENDS)}. Write ContextAttention(cp_comm_type=...) with it."
-            )
-        return cp_comm_type
+
+def cp_comm_type_of(own: CPCommType | None, context: ParallelContext) -> CPCommType:
+    """Return the context-parallel communication of one attention module.
+
+    Args:
+        own: The communication that the plan names. None: the default of ``ContextOptions``.
+        context: The ranks.
+
+    Raises:
+        ShardingError: If the default is a list of several types, or an unknown type.
+    """
+    cp_comm_type = own or context.context_options.cp_comm_type
+    if isinstance(cp_comm_type, list) or cp_comm_type not in BACKENDS:
+        raise ShardingError(
+            f"cp_comm_type is {cp_comm_type!r}, and one attention module has one of "
+            f"{', '.join(BACKENDS)}. Write ContextAttention(cp_comm_type=...) with it."
+        )
+    return cp_comm_type

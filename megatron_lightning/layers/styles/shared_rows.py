@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.context.backends import BACKENDS
 from megatron_lightning.layers.shared_rows.entry import SharedRows
+from megatron_lightning.layers.shared_rows.mixers import SharingRanks
 from megatron_lightning.layers.styles.common import AdditionalStyle
+from megatron_lightning.layers.styles.context import cp_comm_type_of
 from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
@@ -49,6 +52,8 @@ class FoundMixers(AdditionalStyle):
         if context.cp.size > 1:
             self.check_context(module, context.layout, plan)
             groups = context.dp_cp, context.tp
-            hook = SharedRows(context.cp, groups, context.context_options.mixers)
+            attention = BACKENDS[cp_comm_type_of(None, context)](context)
+            ranks = SharingRanks(context.cp, attention)
+            hook = SharedRows(ranks, groups, context.context_options.mixers)
             module.register_forward_pre_hook(hook, with_kwargs=True)
         return module

@@ -14,10 +14,10 @@ from typing import Any
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.attention.transformers_attention import looks_attention_up
 from megatron_lightning.layers.styles import ContextAttention
 from megatron_lightning.layers.styles.divided_embeddings import DividedEmbeddings
 from megatron_lightning.layers.styles.shared_rows import FoundMixers
-from megatron_lightning.layers.styles.transformers_attention import looks_attention_up
 from megatron_lightning.models.plans.hf_rows import as_patterns
 from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
 

@@ -141,6 +141,12 @@ def _mixed_behind() -> nn.Module:
     return model
 
 
+def _mixed_inside() -> nn.Module:
+    model: Any = _gpt_oss()
+    model.model.layers[1].input_layernorm = _Mixes()
+    return model
+
+
 class _Positions(Packed):
     """Documents within a row."""
 
@@ -164,7 +170,7 @@ def _zero_outputs() -> nn.Module:
 CASES: dict[str, tuple[Layout, type[Module], Callable[[], nn.Module], str]] = {
     "pipeline": (CP2_PP2, Module, _gpt_oss, "pipeline_model_parallel_size is 2"),
     "sequence parallel": (CP2_SP, Module, _gpt_oss, "sequence_parallel|gathers its output"),
-    "divided": (CP2_DIVIDED, Module, _qwen3_5, r"linear_attn .* cannot share it \(rows"),
+    "divided": (CP2_DIVIDED, Module, _mixed_inside, r"input_layernorm .* share it \(ring, exch"),
     "cropped rows": (CP2_UNGUARDED, _Crops, _gpt_oss, "input_ids of 6 columns, .* 16 .* 8"),
     "weights of zeros": (CP2, Module, _zero_outputs, r"linear_attn.*out_proj.weight of zeros"),
     "compiled": (CP2_COMPILED, Module, _gpt_oss, "makes? no graph"),

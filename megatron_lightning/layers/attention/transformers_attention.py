@@ -31,21 +31,25 @@ def looks_attention_up(module: nn.Module) -> bool:
     )
 
 
+def without_masks(config: Any) -> None:
+    """Have models of a configuration make no masks: visibility follows from positions."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    config._attn_implementation = NAME
+
+
 def put_core(module: nn.Module) -> CoreAttention:
     """Put our attention into an attention module of ``transformers``, and return the new module.
 
     All attention modules of the model share a configuration, so every attention module needs ours.
     """
     require("transformers", "an attention module of transformers")
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, _no_mask)
     dropout: Any = getattr(module, "attention_dropout", 0.0)
     core = CoreAttention(float(getattr(dropout, "p", dropout)))
     module.add_module(_CORE, core)
-    config: Any = module.config
-    config._attn_implementation = NAME
+    without_masks(module.config)
     return core
 
 

@@ -1,0 +1,129 @@
+"""Attention of ``transformers`` by our own attention over the ranks.
+
+A module of ``transformers`` looks its attention function up by name. Here it finds ours, with
+sinks, capped scores and windows, and with every ``cp_comm_type``. A mask is not read: the proof
+shows that causality and the window say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.attention.self_attention import with_equal_heads
+from megatron_lightning.layers.attention.sequence_info import SequenceInfo
+from megatron_lightning.layers.attention.transformers_attention import (
+    looks_attention_up,
+    without_masks,
+)
+from megatron_lightning.layers.context.backends import ContextBackend
+from megatron_lightning.layers.shared_rows.mixers import Arguments, SharedMixer
+from megatron_lightning.layers.shared_rows.other_names import names_of
+from megatron_lightning.layers.shared_rows.places import changed
+
+_FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
+_CACHE, _MASK = "past_key_values", "attention_mask"
+_WITHOUT_EFFECT = frozenset({
+    "dropout", "position_ids", "use_cache", "cache_position", "output_attentions",
+    "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch",
+})  # fmt: skip
+"""Arguments that reach the function, and change nothing in it."""
+
+
+@dataclass
+class RingMixer(SharedMixer):
+    """Attention of the rank's queries to the keys of all ranks, which pass by."""
+
+    kind = "ring"
+    divides = True
+
+    @classmethod
+    def suits(cls, module: nn.Module, arguments: Arguments) -> bool:
+        """Return whether the module, or one in it, looks its attention function up."""
+        return any(_FUNCTIONS in names_of(child) for child in module.modules())
+
+    def other_names(self, module: nn.Module) -> Mapping[str, Any]:
+        """Return our function in place of all functions."""
+        attention = self.ranks.attention
+        return {} if attention is None else {_FUNCTIONS: RingFunctions(attention)}
+
+    def __call__(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the rank's part of the outputs."""
+        args, kwargs = self.split_full((args, kwargs))
+
+        def without_mask(place: str, tensor: Tensor) -> Any:
+            is_mask = place in self.arguments.inputs.masks or place.endswith(f"['{_MASK}']")
+            return None if is_mask else tensor
+
+        args, kwargs = changed((args, kwargs), without_mask)
+        if _CACHE in kwargs:
+            kwargs[_CACHE] = None
+        return forward(*args, **kwargs)
+
+
+def leave_masks_out(model: nn.Module, rings: Collection[str]) -> bool:
+    """Have a model make no masks, if all its attention is in the modules at ``rings``. Return
+    whether that is so.
+    """
+    attention = {p: m for p, m in model.named_modules() if looks_attention_up(m)}
+    for path in attention:
+        if not any(f"{path}.".startswith(f"{ring}.") for ring in rings):
+            return False
+    for module in attention.values():
+        without_masks(module.config)
+    return bool(attention)
+
+
+class RingFunctions:
+    """Attention functions of ``transformers``, which are all ours."""
+
+    def __init__(self, attention: ContextBackend) -> None:
+        self._attention = attention
+
+    def get_interface(self, *_: Any) -> Any:
+        """Return our function."""
+        return self.attend
+
+    def __getitem__(self, _: str) -> Any:
+        return self.attend
+
+    def attend(  # noqa: PLR0917 (called by transformers)
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        is_causal: bool | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """Map queries [b, n, s, d], keys and values [b, g, s, d] to outputs [b, s, n, d].
+
+        Raises:
+            ConfigError: If there is an argument of unknown meaning, or a mask of the module's own.
+        """
+        unknown = [k for k, v in others.items() if k not in _WITHOUT_EFFECT and v is not None]
+        if attention_mask is not None or unknown or key.shape[2] != query.shape[2]:
+            found = unknown[0] if unknown else "a mask or keys of its own"
+            raise ConfigError(
+                f"{type(module).__name__} asks for attention with {found}, which attention over "
+                "the ranks of context_parallel_size does not know. Leave it out, or set "
+                "context_parallel_size to 1."
+            )
+        own: Any = module
+        window = sliding_window or getattr(own, "sliding_window", None)
+        causal = bool(getattr(own, "is_causal", True) if is_causal is None else is_causal)
+        sequence = SequenceInfo(causal=causal, window=None if window is None else window - 1)
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        size = value.shape[3]
+        q, k, v = with_equal_heads(query, key, value)
+        out = self._attention(q, k, v, sequence, scale, softcap=softcap, sink=s_aux)
+        return out[..., :size].transpose(1, 2).contiguous(), None

@@ -1,0 +1,206 @@
+"""Ways in which modules that mix tokens share rows: what is taken is equal to one process, and what
+differs in a detail is not taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from megatron_lightning.config import ContextMixers
+from megatron_lightning.layers.context.ring import RingAttention
+from megatron_lightning.layers.shared_rows import conditions, entry, ring
+from megatron_lightning.layers.shared_rows.mixers import SharingRanks
+from megatron_lightning.layers.state_space.segments import Segments
+from megatron_lightning.parallel.grid.context import AxisGroup
+from tests.helpers.ranks import run_ranks
+
+LENGTH = 48
+SIZES: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "use_cache": False,
+    "max_position_embeddings": 8192, "initializer_range": 0.2,
+}  # fmt: skip
+DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+MAMBA = {
+    "layer_types": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16,
+    "ssm_state_size": 8, "n_groups": 1, "moe_shared_expert_intermediate_size": 32,
+}  # fmt: skip
+
+
+def _gpt_oss() -> nn.Module:
+    """Sinks, and a window longer than any row that is probed."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.GptOssConfig(**SIZES, **experts, sliding_window=4096)
+    model = transformers.GptOssForCausalLM(config)
+    for layer in model.model.layers:
+        nn.init.normal_(layer.self_attn.sinks)
+    return model
+
+
+def _gemma() -> nn.Module:
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, sliding_window=4096))
+
+
+def _qwen3_5() -> nn.Module:
+    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**SIZES, **DELTA))
+
+
+def _nemotron() -> nn.Module:
+    return transformers.NemotronHForCausalLM(transformers.NemotronHConfig(**SIZES, **MAMBA))
+
+
+def _mamba() -> nn.Module:
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, state_size=4))
+
+
+def _llama4() -> nn.Module:
+    """Chunks of a row, longer than any row that is probed."""
+    config = transformers.Llama4TextConfig(
+        **SIZES,
+        intermediate_size_mlp=48,
+        moe_layers=[],
+        attention_chunk_size=4096,
+        layer_types=["chunked_attention", "full_attention"],
+    )
+    return transformers.Llama4ForCausalLM(config)
+
+
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "gpt_oss": (_gpt_oss, ["ring", "ring"]),
+    "gemma": (_gemma, ["ring", "ring"]),
+    "qwen3_5": (_qwen3_5, ["exchange", "ring"]),
+    "nemotron": (_nemotron, ["exchange", "ring"]),
+    "mamba": (_mamba, ["exchange", "exchange"]),
+    "llama4": (_llama4, ["rows", "ring"]),
+}
+
+
+def _group() -> AxisGroup:
+    ranks = tuple(range(dist.get_world_size()))
+    return AxisGroup("cp", ranks, dist.get_rank(), dist.group.WORLD)
+
+
+def _shared(model: nn.Module, mixers: ContextMixers = "auto") -> entry.SharedRows:
+    """Find and bind what mixes the tokens of a model."""
+    group = _group()
+    shared = entry.SharedRows(SharingRanks(group, RingAttention(group)), (group,), mixers)
+    model.register_forward_pre_hook(shared, with_kwargs=True)
+    shared.find(model)
+    return shared
+
+
+def _made(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def _gradients(model: Any, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    logits = model(input_ids=tokens).logits
+    loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+    model.zero_grad()
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return found | {"loss": loss.detach()}
+
+
+def _differences(names: list[str]) -> dict[str, tuple[list[str], float]]:
+    """Return the kinds of each model, and the largest difference from one process."""
+    results = {}
+    tokens, targets = torch.randint(32, (2, 2, LENGTH), generator=torch.Generator().manual_seed(9))
+    for name in names:
+        model = _made(MODELS[name][0])
+        expected = _gradients(model, tokens, targets)
+        shared = _shared(model)
+        part = shared.ranks.part
+        with shared.rows_of(LENGTH):
+            found = _gradients(model, part.split(tokens, 1), part.split(targets, 1))
+        size = max(float(x.norm()) for x in expected.values())
+        worst = 0.0
+        for parameter, gradient in found.items():
+            dist.all_reduce(gradient)
+            difference = (gradient - expected[parameter]).norm()
+            worst = max(worst, float(difference / (expected[parameter].norm() + 0.1 * size)))
+        results[name] = list(shared.kinds.values()), worst
+    return results
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_losses_and_gradients_are_those_of_one_process(size: int) -> None:
+    """fp32 on sums in another order."""
+    for results in run_ranks(size, _differences, list(MODELS)):
+        for name, (kinds, difference) in results.items():
+            assert kinds == MODELS[name][1], name
+            assert difference < 3e-6, name
+
+
+_SEQUENCE_INFO = ring.SequenceInfo
+_ATTEND = ring.RingFunctions.attend
+
+
+def _without_windows(causal: bool, window: int | None) -> Any:
+    return _SEQUENCE_INFO(causal=causal)
+
+
+def _wider(causal: bool, window: int | None) -> Any:
+    return _SEQUENCE_INFO(causal=causal, window=None if window is None else window + 1)
+
+
+def _without_sinks(self: Any, *args: Any, s_aux: Any = None, **kwargs: Any) -> Any:
+    return _ATTEND(self, *args, **kwargs)
+
+
+def _other_scale(self: Any, *args: Any, scaling: float, **kwargs: Any) -> Any:
+    return _ATTEND(self, *args, scaling=1.002 * scaling, **kwargs)
+
+
+def _no_tokens_before(self: Segments, x: Tensor, number: int) -> Tensor:
+    return torch.zeros_like(x[:number])
+
+
+FAULTS: Mapping[str, tuple[Callable[[], nn.Module], Any, str, Any, list[str]]] = {
+    "window ignored": (_gpt_oss, ring, "SequenceInfo", _without_windows, ["rows", "ring"]),
+    "window of one more": (_gemma, ring, "SequenceInfo", _wider, ["rows", "ring"]),
+    "sinks dropped": (_gpt_oss, ring.RingFunctions, "attend", _without_sinks, ["rows", "rows"]),
+    "no tokens before": (
+        _qwen3_5, Segments, "tokens_before", _no_tokens_before, ["gather", "ring"],
+    ),
+    "roundings in 16 bits hide a scale": (
+        lambda: _gemma().bfloat16(), ring.RingFunctions, "attend", _other_scale, ["rows", "rows"],
+    ),
+}  # fmt: skip
+"""Model, what is replaced, and the kinds that are found."""
+
+
+def _kinds_of_faults() -> dict[str, list[str]]:
+    found = {}
+    for name, (make, owner, attribute, fault, _) in FAULTS.items():
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(owner, attribute, fault)
+            found[name] = list(_shared(_made(make)).kinds.values())
+    return found
+
+
+def test_a_way_that_differs_in_a_detail_is_not_taken() -> None:
+    expected = {name: fault[-1] for name, fault in FAULTS.items()}
+    assert run_ranks(2, _kinds_of_faults) == [expected, expected]
+
+
+def test_windows_are_small_while_a_model_is_probed() -> None:
+    model: Any = _gpt_oss()
+    layer = model.model.layers[0].self_attn
+    layer.sliding_window = 100
+    with conditions.small_windows(model):
+        assert (layer.sliding_window, model.config.sliding_window) == (7, 8)  # they stay different
+    assert (layer.sliding_window, model.config.sliding_window) == (100, 4096)
