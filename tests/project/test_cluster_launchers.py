@@ -162,9 +162,3 @@ def test_skypilots_commands_parse() -> None:
     assert (parsed.nnodes, parsed.nproc_per_node, parsed.max_restarts) == ("1", "1", 3)
     assert parsed.module and parsed.training_script == "megatron_lightning"
     assert parsed.training_script_args[:3] == ["fit", "--config", "configs/llama3_8b.yaml"]
-
-
-def test_the_image_is_said_not_to_be_built() -> None:
-    text = (CLUSTER / "Dockerfile").read_text()
-    assert "was not built" in text.partition("\n")[0]
-    assert (ROOT / "constraints.txt").exists() and "-c constraints.txt" in text

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import configparser
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +14,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
+import megatron_lightning
 from megatron_lightning.recipe_reading import recipe_files
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +73,37 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(*pip, "--wheel-dir", folder, source, cwd=folder)
     [built] = folder.glob("*.whl")
     return built
+
+
+def test_the_citation_is_of_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    assert cited["version"] == megatron_lightning.__version__
+    assert (cited["title"], cited["license"]) == (
+        metadata["metadata"]["name"], metadata["metadata"]["license"],
+    )  # fmt: skip
+    assert {"cff-version", "message", "authors", "type"} <= cited.keys()
+
+
+def test_a_release_is_built_tried_and_then_published() -> None:
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    assert (jobs["try"]["needs"], jobs["publish"]["needs"]) == ("build", "try")
+    # Trusted publishing needs one permission, in one job, and no secret.
+    assert jobs["publish"]["permissions"] == {"id-token": "write"} and "secrets." not in text
+    assert text.count("id-token") == 1
+    [check] = [step["run"] for step in jobs["build"]["steps"] if "GITHUB_REF_NAME" in str(step)]
+    for tag, code in ((f"v{megatron_lightning.__version__}", 0), ("v99.0.0", 1)):
+        environment = {**os.environ, "GITHUB_REF_NAME": tag}
+        command = check.replace("python ", f"{sys.executable} ")
+        run_of_check = subprocess.run(
+            ["bash", "-ec", command], cwd=ROOT, env=environment, capture_output=True, check=False
+        )
+        assert run_of_check.returncode == code, run_of_check.stderr
+    [demo] = [step["run"] for step in jobs["try"]["steps"] if "demo.sh" in str(step)]
+    copied = re.findall(r"cp -r (.*) \"\$RUNNER_TEMP", demo)[0].split()
+    assert copied == ["examples", "configs"] and all((ROOT / name).is_dir() for name in copied)
 
 
 @pytest.mark.slow
