@@ -267,7 +267,12 @@ class Verification:
         plain = _last_logits(model, tokens)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            adapted: Any = PeftModel.from_pretrained(model, str(folder)).eval()
+            try:
+                adapted: Any = PeftModel.from_pretrained(model, str(folder)).eval()
+            except ValueError as error:
+                if "incompatible" not in str(error):
+                    raise
+                raise SkippedError(f"peft refuses the folder: {error}") from error
         missing = [str(one.message) for one in said if _MISSING in str(one.message)]
         if missing:
             raise SkippedError(f"peft leaves adapters of the folder out. {missing[0][:200]} …")
