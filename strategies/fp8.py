@@ -212,6 +212,21 @@ def quantizing(precision: Precision | None) -> MegatronFP8Precision | None:
     return precision if isinstance(precision, MegatronFP8Precision) else None
 
 
+def check_rerun(precision: Precision) -> None:
+    """Check that a step can run again with the same quantized values.
+
+    Raises:
+        ConfigError: If scales come from histories.
+    """
+    plugin = quantizing(precision)
+    if plugin is not None and plugin.recipe.has_history:
+        raise ConfigError(
+            "strategy.rerun_step(): scaling='delayed' takes its scales from histories, which the "
+            "first run of a step has advanced, so that a second run has other values. Use a recipe "
+            "with another scaling, such as 'current'."
+        )
+
+
 @contextmanager
 def forward_outside_steps(precision: Precision) -> Generator[None, None, None]:
     """Enter around a forward between steps, under autocast as in validation. FP8 histories stay

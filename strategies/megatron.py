@@ -55,6 +55,9 @@ from megatron_lightning.config import (
 from megatron_lightning.parallel.grid.context import GROUPS
 from megatron_lightning.parallel.grid.nccl import read_nccl_options
 from megatron_lightning.parallel.shards.sharding import ShardingPlan
+from megatron_lightning.step.agreed_stop import AgreedStop
+from megatron_lightning.step.options import StrategyOptions
+from megatron_lightning.step.progress import Progress
 from megatron_lightning.strategies import lightning_internals as internals
 from megatron_lightning.strategies.checkpoint.io import users_io
 from megatron_lightning.strategies.checks import preflight
@@ -66,14 +69,11 @@ from megatron_lightning.strategies.checks.plugins import check_layer_sync
 from megatron_lightning.strategies.hooks.checkpoint_hooks import CheckpointHooks
 from megatron_lightning.strategies.hooks.setup_hooks import SetupHooks
 from megatron_lightning.strategies.hooks.step_hooks import StepHooks
-from megatron_lightning.strategies.launch.failures import AgreedStop
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
 from megatron_lightning.strategies.launch.launcher import make_launcher
 from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.launch.starts import Starts
 from megatron_lightning.strategies.launch.torchrun import sizes_of_torchrun
-from megatron_lightning.strategies.options import StrategyOptions
-from megatron_lightning.strategies.progress import Progress
 from megatron_lightning.strategies.run import Run
 
 

@@ -44,11 +44,11 @@ from megatron_lightning.parallel.shards.parameters import copy_attributes
 from megatron_lightning.peft.base_digest import check_loaded_base
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules import ScheduleChoice
+from megatron_lightning.step.options import StrategyOptions
 from megatron_lightning.step.overrides import override
 from megatron_lightning.strategies.checkpoint.finetuning import announces_unfreezing
 from megatron_lightning.strategies.checks.module import built_module
 from megatron_lightning.strategies.checks.preflight import check_layers
-from megatron_lightning.strategies.options import StrategyOptions
 
 
 def wrap_configure_model(

@@ -14,9 +14,9 @@ from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.assembly.state.part_loading import FullStateLoading
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.step.options import StrategyOptions
 from megatron_lightning.strategies.fp8 import parameter_storage, quantizing
 from megatron_lightning.strategies.module import assemble_module, place_module
-from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.summary import summarize_full
 
 

@@ -28,6 +28,9 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.guards.part_saving import PartSaving, PartWarning
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.pipeline.executor import PipelineExecutor
+from megatron_lightning.step.loaders.transfer import BatchCopies
+from megatron_lightning.step.options import StrategyOptions
+from megatron_lightning.step.progress import Progress
 from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
 from megatron_lightning.strategies.checkpoint.resume_point import EpochStartRecorder, ResumePoint
@@ -44,16 +47,13 @@ from megatron_lightning.strategies.module import (
     print_layout,
     wrap_configure_model,
 )
-from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.partitioned_module import PartitionedModule
-from megatron_lightning.strategies.progress import Progress
 from megatron_lightning.strategies.step.gradients.training import Training
 from megatron_lightning.strategies.step.loaders.dataloaders import (
     announce_skipped,
     skipped_samples,
 )
 from megatron_lightning.strategies.step.loaders.shared_loader import shared_loader
-from megatron_lightning.strategies.step.loaders.transfer import BatchCopies
 from megatron_lightning.strategies.step.native import NativeStepRunner
 from megatron_lightning.strategies.step.pipelined import PipelinedStepRunner
 from megatron_lightning.strategies.step.step_runner import StepRunner

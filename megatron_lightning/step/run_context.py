@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.parallel.grid.context import ParallelContext
-
-if TYPE_CHECKING:
-    from megatron_lightning.strategies.options import StrategyOptions
-    from megatron_lightning.strategies.progress import Progress
+from megatron_lightning.step.options import StrategyOptions
+from megatron_lightning.step.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,8 @@ from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.peft.record import left_out_of, read_records
+from megatron_lightning.step.options import StrategyOptions
+from megatron_lightning.step.progress import Progress
 from megatron_lightning.strategies.checkpoint.left_out_weights import LeftOutWeights
 from megatron_lightning.strategies.checkpoint.optimizers import (
     check_optimizers,
@@ -55,8 +57,6 @@ from megatron_lightning.strategies.checkpoint.renamed import (
 from megatron_lightning.strategies.checkpoint.run_state import RunState
 from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.lightning_internals import trainer_state
-from megatron_lightning.strategies.options import StrategyOptions
-from megatron_lightning.strategies.progress import Progress
 
 if TYPE_CHECKING:
     from megatron_lightning.bridge.live.live_folder import FoldersOfCheckpoints

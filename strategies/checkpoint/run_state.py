@@ -31,6 +31,8 @@ from megatron_lightning.parallel.random.replica_rng import (
 )
 from megatron_lightning.parallel.random.rng import EXPERTS
 from megatron_lightning.pipeline.batch.metrics import check_persistent_states
+from megatron_lightning.step.loaders.plain_objects import equal_values
+from megatron_lightning.step.progress import Progress
 from megatron_lightning.strategies.checkpoint.global_batch import step_size
 from megatron_lightning.strategies.checkpoint.loop_progress import (
     Loops,
@@ -53,12 +55,10 @@ from megatron_lightning.strategies.lightning_internals import (
     set_validated_at,
     training_loaders,
 )
-from megatron_lightning.strategies.progress import Progress
 from megatron_lightning.strategies.step.loaders.dataloaders import (
     training_generators,
     training_samplers,
 )
-from megatron_lightning.strategies.step.loaders.plain_objects import equal_values
 
 
 class RunState:

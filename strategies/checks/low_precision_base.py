@@ -8,9 +8,9 @@ from torch import nn
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.shards.stored_weight import stored_weights
 from megatron_lightning.peft.lora import LoRA, applied_to
+from megatron_lightning.step.options import StrategyOptions
 from megatron_lightning.strategies.checkpoint.finetuning import announces_unfreezing
 from megatron_lightning.strategies.fp8 import quantizing
-from megatron_lightning.strategies.options import StrategyOptions
 
 
 def base_formats(module: nn.Module) -> set[str]:

@@ -26,6 +26,7 @@ from megatron_lightning.rules import (
     check_data_parallel,
     check_trained_experts,
 )
+from megatron_lightning.step.options import StrategyOptions
 from megatron_lightning.strategies.checkpoint.left_out_weights import check_adapters_only
 from megatron_lightning.strategies.checks.attention_kernels import check_named_backend
 from megatron_lightning.strategies.checks.callbacks import (
@@ -60,7 +61,6 @@ from megatron_lightning.strategies.checks.plugins import (
     check_recipe_of,
     keeps_quantized,
 )
-from megatron_lightning.strategies.options import StrategyOptions
 
 
 def check_trainer(

@@ -14,10 +14,10 @@ from typing_extensions import override
 
 from megatron_lightning.resilience.desync import BATCH, END_OF_TRAINING, VALIDATION
 from megatron_lightning.step.overrides import unwrapped
+from megatron_lightning.step.repeats.rerun import RerunResult
 from megatron_lightning.strategies.checkpoint.global_batch import keep_global_batch
 from megatron_lightning.strategies.fp8 import forward_outside_steps
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
-from megatron_lightning.strategies.step.rerun import RerunResult
 
 if TYPE_CHECKING:
     from megatron_lightning.inference.engine.engine_options import EngineOptions

@@ -10,13 +10,8 @@ from megatron_lightning.errors import EXPLAINED, SpikeError
 from megatron_lightning.resilience.exit_codes import TERMINATED
 from megatron_lightning.resilience.failure_watch import FailureWatch
 from megatron_lightning.resilience.out_of_memory import explain_out_of_memory
+from megatron_lightning.step.agreed_stop import AgreedStop
 from megatron_lightning.strategies.lightning_internals import TunerExit, refuses_settings
-
-
-class AgreedStop(SIGTERMException):
-    """All ranks end the run here in agreement: no rank has failed, and no rank waits for
-    another.
-    """
 
 
 def is_explained(error: BaseException) -> bool:

@@ -34,8 +34,9 @@ from megatron_lightning.resilience.processes import (
     wait_for,
 )
 from megatron_lightning.resilience.restart import restarts_in_process
+from megatron_lightning.step.agreed_stop import AgreedStop
 from megatron_lightning.strategies.launch.arguments import checked_arguments
-from megatron_lightning.strategies.launch.failures import AgreedStop, report_failure
+from megatron_lightning.strategies.launch.failures import report_failure
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
 from megatron_lightning.strategies.lightning_internals import (
     SubprocessScriptLauncher,

@@ -21,12 +21,9 @@ from megatron_lightning.resilience.failure import PeerFailure, replace_traceback
 from megatron_lightning.resilience.processes import LINGER_S, print_failure
 from megatron_lightning.resilience.restart import restarts_in_process
 from megatron_lightning.resilience.workers import watched_workers, worker_process
+from megatron_lightning.step.agreed_stop import AgreedStop
 from megatron_lightning.strategies.launch.arguments import checked_arguments
-from megatron_lightning.strategies.launch.failures import (
-    AgreedStop,
-    is_explained,
-    report_failure,
-)
+from megatron_lightning.strategies.launch.failures import is_explained, report_failure
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
 from megatron_lightning.strategies.launch.worker_reports import WorkerReports
 from megatron_lightning.strategies.lightning_internals import MultiProcessingLauncher

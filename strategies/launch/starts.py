@@ -26,6 +26,7 @@ from megatron_lightning.resilience.lifecycle.start_record import (
     may_start_again,
     read_record,
 )
+from megatron_lightning.step.progress import Progress
 from megatron_lightning.strategies.launch.csv_rows import CsvRows
 from megatron_lightning.strategies.launch.run_logs import (
     choose_versions,
@@ -38,7 +39,6 @@ from megatron_lightning.strategies.lightning_internals import (
     has_version,
     next_logged_step,
 )
-from megatron_lightning.strategies.progress import Progress
 
 
 class Starts:

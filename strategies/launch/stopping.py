@@ -26,7 +26,7 @@ from megatron_lightning.resilience.exit_codes import STOPPED, code_of_stop
 from megatron_lightning.resilience.failure import print_message
 from megatron_lightning.resilience.lifecycle.stop_record import remove_stop, requeue_job, write_stop
 from megatron_lightning.resilience.lifecycle.stop_requests import Reason, StopRequests
-from megatron_lightning.strategies.launch.failures import AgreedStop
+from megatron_lightning.step.agreed_stop import AgreedStop
 from megatron_lightning.strategies.lightning_internals import (
     connector_of,
     ignore_after_run,

@@ -14,8 +14,13 @@ from dataclasses import dataclass
 from megatron_lightning.assembly.buffers.buffer_broadcast import BufferSync
 from megatron_lightning.guards.guard import Guard
 from megatron_lightning.pipeline.batch.metrics import MetricSync
+from megatron_lightning.step.explanations import Explanations
 from megatron_lightning.step.forward_times import ForwardTimes, step_watches
+from megatron_lightning.step.gradients.expert_updates import ExpertUpdates
+from megatron_lightning.step.gradients.finite_check import FiniteCheck
+from megatron_lightning.step.gradients.update_judges import UpdateJudges, update_judges
 from megatron_lightning.step.participant import StepParticipant
+from megatron_lightning.step.repeats.recorded_step import RecordedStep
 from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.step.values.buffer_values import BufferValues
 from megatron_lightning.step.values.logs import StepLogs
@@ -23,15 +28,10 @@ from megatron_lightning.step.values.metric_states import MetricStates
 from megatron_lightning.step.values.module_values import ModuleValues
 from megatron_lightning.step.values.random_states import RandomStates
 from megatron_lightning.step.values.reports import StepReports
-from megatron_lightning.strategies.step.checks.explanations import Explanations
-from megatron_lightning.strategies.step.checks.written_weights import WrittenWeights
-from megatron_lightning.strategies.step.gradients.expert_updates import ExpertUpdates
-from megatron_lightning.strategies.step.gradients.finite_check import FiniteCheck
+from megatron_lightning.step.written_weights import WrittenWeights
 from megatron_lightning.strategies.step.gradients.training import Training
-from megatron_lightning.strategies.step.gradients.update_judges import UpdateJudges, update_judges
 from megatron_lightning.strategies.step.loaders.consumed_samples import ConsumedSamples
 from megatron_lightning.strategies.step.precision_contexts import PrecisionContexts, UnitOrder
-from megatron_lightning.strategies.step.rerun import StepInputs
 from megatron_lightning.strategies.step.sequence_parts import SequenceParts
 
 
@@ -47,7 +47,7 @@ class SharedParts:
     """Guards of this run."""
     sequence: SequenceParts | None
     """Divides sequences. None: every rank has full sequences."""
-    inputs: StepInputs
+    inputs: RecordedStep
     """Records the inputs of training steps."""
 
 
@@ -89,7 +89,9 @@ def step_participants(
         yield ForwardTimes(watches)
     if training is not None:
         if options.non_finite != "ignore":
-            yield FiniteCheck(scope, options.non_finite, training.loss_scaling)
+            scaling = training.loss_scaling
+            scale = None if scaling is None else scaling.loss_scale
+            yield FiniteCheck(scope, options.non_finite, scale)
         if judges := update_judges(scope.module.trainer):
-            yield UpdateJudges(scope, training, judges)
+            yield UpdateJudges(scope, judges, training.unscaled_norm)
         yield ExpertUpdates(scope)

@@ -24,19 +24,22 @@ from megatron_lightning.pipeline.stages.parallel_call import (
     find_parallel_module,
     replaced_attribute,
 )
-from megatron_lightning.step.participant import Participants, StepBatch
-from megatron_lightning.step.run_context import RunContext
-from megatron_lightning.strategies.step.dummy_step import unseen
-from megatron_lightning.strategies.step.gradients.training import Training
-from megatron_lightning.strategies.step.loaders.batch_counts import (
+from megatron_lightning.step.loaders.batch_counts import (
     EvaluationCounts,
     check_training,
     forwards_together,
 )
+from megatron_lightning.step.participant import Participants, StepBatch
+from megatron_lightning.step.repeats.dummy_step import unseen
+from megatron_lightning.step.repeats.recorded_step import RecordedStep
+from megatron_lightning.step.repeats.rerun import Rerun, RerunResult
+from megatron_lightning.step.run_context import RunContext
+from megatron_lightning.step.user_code import watch_hooks
+from megatron_lightning.strategies.fp8 import check_rerun
+from megatron_lightning.strategies.lightning_internals import evaluation_batches
+from megatron_lightning.strategies.step.gradients.training import Training
 from megatron_lightning.strategies.step.participants import SharedParts, step_participants
-from megatron_lightning.strategies.step.rerun import Rerun, RerunResult, StepInputs
 from megatron_lightning.strategies.step.sequence_parts import SequenceParts
-from megatron_lightning.strategies.step.user_code import watch_hooks
 
 _ASK_BEFORE = "Ask for it in a hook before the step (setup, on_fit_start) and keep it."
 
@@ -78,7 +81,7 @@ class StepRunner(ABC):
             else ParallelCall.on(parallel, scope.context.pp.size, scope.undo)
         )
         self._sequence = SequenceParts(scope) if scope.context.cp.size > 1 else None
-        self.inputs = StepInputs(scope)
+        self.inputs = RecordedStep(scope)
         """Inputs of the current training step, for a rerun."""
         parts = SharedParts(
             buffers=self.buffers,
@@ -120,6 +123,7 @@ class StepRunner(ABC):
 
     def rerun(self) -> RerunResult:
         """Run the current step again. See the strategy's method. A collective."""
+        check_rerun(self._scope.precision)
         rerun = Rerun(self._scope, self.training, self.inputs, self._metrics)
         with self.participants.repeated():
             return rerun.run(self.repeat)
@@ -199,7 +203,8 @@ class StepRunner(ABC):
         if self._scope.context.dp.size > 1:
             step = getattr(self._scope.module, hook)
             reads_on = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
-            self._counts.begin(self._scope.module.trainer, repeats=not reads_on)
+            trainer = self._scope.module.trainer
+            self._counts.begin(trainer, evaluation_batches(trainer), repeats=not reads_on)
 
     def refuse_uneven(self, what: str) -> None:
         """Refuse a collective of the data-parallel ranks in an evaluation step, if the ranks run

@@ -30,8 +30,8 @@ from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import DistributedOptimizer, GradientReducer
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
 from megatron_lightning.parallel.random.rng import RngStreams
+from megatron_lightning.step.loaders.transfer import BatchCopies
 from megatron_lightning.strategies.megatron import MegatronStrategy
-from megatron_lightning.strategies.step.loaders.transfer import BatchCopies
 from tests.helpers.attention_forms import complaint, forms
 
 pytestmark = [

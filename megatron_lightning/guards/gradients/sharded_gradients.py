@@ -1,6 +1,6 @@
 """Verdict on user code that changes or measures sharded gradients before an optimizer step.
 
-The training itself follows the gradients (``strategies/step/gradients/gradient_guard.py``), since
+The training itself follows the gradients (``step/gradients/gradient_guard.py``), since
 it also clears sharded gradients that user code sets to None.
 """
 

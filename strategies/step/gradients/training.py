@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -19,6 +20,16 @@ from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.optim.lr_schedules import ScheduledLR
 from megatron_lightning.optim.norms import GradientNorms
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
+from megatron_lightning.step.gradients.gradient_guard import (
+    GradientGuard,
+    describe_parts,
+)
+from megatron_lightning.step.gradients.manual import (
+    check_reduced,
+    follow_toggling,
+    follow_zero_grad,
+)
+from megatron_lightning.step.gradients.schedulers import hold_schedulers
 from megatron_lightning.step.overrides import unwrapped, users_hooks
 from megatron_lightning.step.participant import Participants
 from megatron_lightning.step.run_context import RunContext
@@ -27,16 +38,6 @@ from megatron_lightning.strategies.checks.optimizers import effective_data_paral
 from megatron_lightning.strategies.fp8 import parameter_storage
 from megatron_lightning.strategies.lightning_internals import put_around_hooks
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
-from megatron_lightning.strategies.step.gradients.gradient_guard import (
-    GradientGuard,
-    describe_parts,
-)
-from megatron_lightning.strategies.step.gradients.manual import (
-    check_reduced,
-    follow_toggling,
-    follow_zero_grad,
-)
-from megatron_lightning.strategies.step.gradients.schedulers import hold_schedulers
 
 
 class Training:
@@ -183,6 +184,10 @@ class Training:
     def loss_scale(self) -> float:
         """Factor of the losses, removed from the gradients again by the precision plugin."""
         return 1.0 if self.loss_scaling is None else self.loss_scaling.scale
+
+    def unscaled_norm(self) -> Tensor:
+        """Return the norm of the gradients before clipping, without a loss scale. A collective."""
+        return self.norms.norm() / self.loss_scale
 
     def begin_run(self, *, clear: bool = True, keep_earlier: bool = False) -> None:
         """Prepare for the backward passes of a batch: follow parameters unfrozen or regrouped by

@@ -11,11 +11,11 @@ from lightning.fabric.utilities.data import sized_len
 
 from megatron_lightning.data.order.skipped import SkippedSamples
 from megatron_lightning.parallel.grid.context import ParallelContext
-from megatron_lightning.strategies.options import StrategyOptions
-from megatron_lightning.strategies.step.loaders.agreed_loader import Agreement, agreed_loader
-from megatron_lightning.strategies.step.loaders.batch_counts import check_loader, forwards_together
+from megatron_lightning.step.loaders.agreed_loader import Agreement, agreed_loader
+from megatron_lightning.step.loaders.batch_counts import check_loader, forwards_together
+from megatron_lightning.step.loaders.saved_loader import saved_loader
+from megatron_lightning.step.options import StrategyOptions
 from megatron_lightning.strategies.step.loaders.dataloaders import prepared_loader
-from megatron_lightning.strategies.step.loaders.saved_loader import saved_loader
 
 
 def shared_loader(

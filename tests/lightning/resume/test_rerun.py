@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from megatron_lightning.callbacks import SpikeGuard
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.precision import FP8Recipe
+from megatron_lightning.step.agreed_stop import AgreedStop
 from megatron_lightning.strategies import MegatronFP8Precision, RerunResult
-from megatron_lightning.strategies.launch.failures import AgreedStop
 from tests.helpers.toy import ToyModule
 from tests.lightning.support import (
     DDP2,
@@ -237,7 +237,7 @@ def test_reruns_that_cannot_be_right_are_refused(
     refused, again, *later = asks.answers
     assert "the buffer seen was written for the first time" in refused and again == refused
     assert later == ["True"] * len(later) and later
-    monkeypatch.setattr("megatron_lightning.strategies.step.rerun.HELD_BYTES", 1)
+    monkeypatch.setattr("megatron_lightning.step.repeats.recorded_step.HELD_BYTES", 1)
     with pytest.raises(ConfigError, match="MiB are held for a rerun"):
         fit(ToyModule(), _Wrong("on_before_optimizer_step"), accumulate_grad_batches=2)
 

@@ -14,13 +14,13 @@ import torch
 
 from megatron_lightning.checkpoint.format.plain_state import dump_state, load_state
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.strategies.step.loaders.plain_objects import (
+from megatron_lightning.step.loaders.plain_objects import (
     equal_values,
     packages_of,
     packed,
     unpacked,
 )
-from megatron_lightning.strategies.step.loaders.saved_loader import saved_loader
+from megatron_lightning.step.loaders.saved_loader import saved_loader
 
 OURS = {"tests"}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.strategies.step.loaders.transfer import BatchCopies
+from megatron_lightning.step.loaders.transfer import BatchCopies
 
 
 class _Stream:

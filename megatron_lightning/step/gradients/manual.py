@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
+from megatron_lightning.step.gradients.gradient_guard import GradientGuard
 from megatron_lightning.step.overrides import override, unwrapped
-from megatron_lightning.strategies.step.gradients.gradient_guard import GradientGuard
 
 
 def follow_toggling(

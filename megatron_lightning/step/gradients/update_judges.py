@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import lightning.pytorch as pl
@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_lightning.step.participant import StepBatch, StepParticipant
 from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.step.step_run import StepRun
-from megatron_lightning.strategies.step.gradients.training import Training
 
 
 @runtime_checkable
@@ -46,17 +45,20 @@ class UpdateJudges(StepParticipant):
 
     Args:
         scope: The run context.
-        training: Gradients.
+        gradient_norm: Returns the norm before clipping, without a loss scale. A collective.
         judges: The callbacks.
     """
 
     vetoes = True
 
     def __init__(
-        self, scope: RunContext, training: Training, judges: Sequence[UpdateJudge]
+        self,
+        scope: RunContext,
+        judges: Sequence[UpdateJudge],
+        gradient_norm: Callable[[], Tensor],
     ) -> None:
         self._scope = scope
-        self._training = training
+        self._gradient_norm = gradient_norm
         self._judges = judges
         self._sums = self._zero()  # of weighted losses, and of weights, since the last update
 
@@ -82,7 +84,7 @@ class UpdateJudges(StepParticipant):
         group = self._scope.context.axis("world").process_group
         if group is not None:
             dist.all_reduce(self._sums, group=group)
-        norm = self._training.norms.norm().double() / self._training.loss_scale
+        norm = self._gradient_norm().double()
         loss, gradient_norm = torch.stack([self._sums[0] / self._sums[1], norm]).tolist()
         self._sums = self._zero()
         trainer = self._scope.module.trainer

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from megatron_lightning.config import NonFinite
 from megatron_lightning.optim.finite_watch import FiniteWatch
+from megatron_lightning.optim.loss_scale import DynamicLossScale
 from megatron_lightning.step.participant import StepParticipant
 from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.step.step_run import StepRun
-from megatron_lightning.strategies.precision import MegatronMixedPrecision
 
 
 class FiniteCheck(StepParticipant):
@@ -18,18 +18,18 @@ class FiniteCheck(StepParticipant):
     Args:
         scope: The run context.
         policy: Response to a finding.
-        loss_scaling: Scale of the losses. Gradients may overflow under the scale. None: no scale.
+        scale: Scale of the losses. Gradients may overflow under the scale. None: no scale.
     """
 
     vetoes = True
 
     def __init__(
-        self, scope: RunContext, policy: NonFinite, loss_scaling: MegatronMixedPrecision | None
+        self, scope: RunContext, policy: NonFinite, scale: DynamicLossScale | None
     ) -> None:
         watch = FiniteWatch(scope.context, scope.options.layout.num_stages, policy=policy)
         self._module = scope.module
         self._watch = watch
-        self._scale = None if loss_scaling is None else loss_scaling.loss_scale
+        self._scale = scale
         self._is_native = scope.options.is_native
         self.observer = watch
         self._found = False  # a non-finite value since the last optimizer step

@@ -3,38 +3,28 @@
 A right machine gives the same losses and gradients twice, bit by bit. A difference points to the
 hardware. The same wrong values again point to the data or the model. Megatron-LM has the same
 distinction and exit codes (megatron/core/rerun_state_machine.py).
-
-The inputs of a step are its batches, the random states and buffers before each batch, and the
-weights, which no step changes before its update. Recording costs no copy of a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_lightning.assembly.buffers.buffer_watch import BufferPlaces, BufferWatch
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.random.replica_rng import ReplicaRng
+from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.pipeline.batch.metrics import MetricSync
 from megatron_lightning.resilience.exit_codes import RERUN_DIFFERS, RERUN_EQUAL
-from megatron_lightning.step.participant import StepBatch, StepParticipant
+from megatron_lightning.step.agreed_stop import AgreedStop
+from megatron_lightning.step.repeats.dummy_step import unseen
+from megatron_lightning.step.repeats.recorded_step import HELD_BYTES, RecordedStep, versions
 from megatron_lightning.step.run_context import RunContext
-from megatron_lightning.step.step_run import StepRun
-from megatron_lightning.strategies.fp8 import quantizing
-from megatron_lightning.strategies.launch.failures import AgreedStop
-from megatron_lightning.strategies.step.dummy_step import unseen
-from megatron_lightning.strategies.step.gradients.training import Training
 
-HELD_BYTES = 64 << 20
-"""Most bytes of earlier batches of a step that a rank holds for a rerun."""
 _LISTED = 3
 Repeat = Callable[[Any, tuple[Any, ...]], None]
 
@@ -84,158 +74,31 @@ class RerunResult:
         raise AgreedStop(self.exit_code)
 
 
-class _Inputs:
-    """Inputs and losses of one batch of a step."""
+class OwnChanges(Protocol):
+    """Watch of sharded gradients."""
 
-    def __init__(self, batch: StepBatch, states: Any, buffers: Mapping[str, Tensor]) -> None:
-        # Steps may take entries out of a dict.
-        self.batch = tree_map(lambda leaf: leaf, batch.value)
-        self.indices = batch.indices
-        self.states = states
-        self.buffers = dict(buffers)
-        self.versions = _versions(self.batch)
-        self.losses: list[Tensor] = []
-        """Losses of the micro-batches, on the last stage."""
-        leaves = tree_leaves(self.batch)
-        self.nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-        """Bytes of the batch."""
+    def own_change(self) -> AbstractContextManager[None]:
+        """Return the context of a change of gradients by this package."""
+        ...
 
 
-class StepInputs(StepParticipant):
-    """Record the inputs of the current optimizer step.
+class Gradients(Protocol):
+    """Gradients of a fit, as a rerun needs them."""
 
-    Args:
-        scope: The run context.
-    """
+    @property
+    def accumulation(self) -> GradientAccumulation:
+        """Holds the gradients."""
+        ...
 
-    def __init__(self, scope: RunContext) -> None:
-        self._scope = scope
-        self._rng = ReplicaRng(scope.context.device)
-        self._places = BufferPlaces(scope.module, lambda name: True)
-        self._watch = BufferWatch()
-        self._written: set[str] = set(self._places.current())  # all, before the first step
-        self._late: set[str] = set()
-        self._num_batches = 0
-        self._left: dict[str, Tensor] = {}  # from before a step that the fit has not ended
-        self.batches: list[_Inputs] = []
-        """Batches of the step, in order."""
-        self.is_complete = False
-        """Whether the gradients of the step are complete, and not yet used."""
-        self.dropped_bytes = 0
-        """Bytes of batches that were too large to hold. 0: all are held."""
+    @property
+    def guard(self) -> OwnChanges:
+        """Watches the gradients."""
+        ...
 
-    def begin_batch(self, batch: StepBatch) -> None:
-        """Record the inputs of a training batch, after buffers and weights are shared."""
-        if not batch.trains:
-            return
-        if self.is_complete or not self._scope.module.automatic_optimization:
-            self.clear()
-        if not self._scope.module.automatic_optimization:
-            return
-        num_bytes = sum(inputs.nbytes for inputs in self.batches)
-        if num_bytes > HELD_BYTES:
-            self.dropped_bytes = max(self.dropped_bytes, num_bytes)
-            self.batches.clear()
-        if not self.dropped_bytes:
-            self.batches.append(_Inputs(batch, self.states(), self._buffers()))
-
-    def _buffers(self) -> dict[str, Tensor]:
-        """Return copies of the buffers that steps write. Before the first step: of all buffers."""
-        self._num_batches += 1
-        if self._num_batches & (self._num_batches - 1) == 0:
-            written_names = set(self._watch.written(self._places.current()))
-            if self._num_batches == 2:
-                self._written = written_names
-            elif self._num_batches > 2:
-                self._written |= written_names
-        current = self._places.current()
-        buffers = {
-            name: buffer for name in self._written if (buffer := current.get(name)) is not None
-        }
-        return {name: buffer.clone() for name, buffer in buffers.items()}
-
-    def late_buffers(self) -> list[str]:
-        """Return the buffers without a copy from before the step, written since the last look. The
-        buffers are copied from the next step on.
-        """
-        self._late |= set(self._watch.written(self._places.current())) - self._written
-        return sorted(self._late)
-
-    def restore(self, inputs: _Inputs) -> None:
-        """Set the random states and buffers before a batch."""
-        self.restore_states(inputs.states)
-        self.fill(inputs.buffers)
-
-    def buffers_now(self) -> dict[str, Tensor]:
-        """Return copies of all buffers, as they are after the first run."""
-        current = self._places.current()
-        return {name: buffer.clone() for name, buffer in current.items() if buffer is not None}
-
-    def fill(self, values: Mapping[str, Tensor]) -> None:
-        """Write values into buffers, by name."""
-        current = self._places.current()
-        with torch.no_grad():
-            for name, value in values.items():
-                buffer = current.get(name)
-                if buffer is not None and buffer.shape == value.shape:
-                    buffer.copy_(value)
-
-    @contextmanager
-    def before_step(self) -> Iterator[None]:
-        """Set the buffers from before the first batch of the step in the block, as far as the step
-        is held.
-        """
-        buffers = self.batches[0].buffers if self.batches else self._left
-        places = self._places.current()
-        now = {name: now.clone() for name in buffers if (now := places.get(name)) is not None}
-        self.fill(buffers)
-        try:
-            yield
-        finally:
-            self.fill(now)
-
-    def states(self) -> Any:
-        """Return all random states."""
-        return self._rng.everything(), self._scope.context.rng.state_dict()
-
-    def restore_states(self, states: Any) -> None:
-        """Set all random states."""
-        drawn, streams = states
-        self._rng.restore(drawn)
-        self._scope.context.rng.load_state_dict(streams)
-
-    def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:
-        """Record the loss of a micro-batch."""
-        if self.batches and loss is not None:
-            self.batches[-1].losses.append(loss.detach())
-
-    def complete(self) -> None:
-        """Mark the gradients of the step as complete."""
-        self.is_complete = True
-
-    def clear(self) -> None:
-        """Forget the step."""
-        self.batches.clear()
-        self._left = {}
-        self.is_complete = False
-        self.dropped_bytes = 0
-        self._written |= self._late
-        self._late.clear()
-
-    def end_batch(self, batch: StepBatch, output: Any) -> None:
-        """Forget a batch that Lightning skips, because its step returned None."""
-        if batch.trains and output is None and self.batches:
-            self.batches.pop()
-
-    def after_update(self, *, stepped: bool) -> None:
-        """Forget the step, since its weights have changed."""
-        self.clear()
-
-    def end_training(self) -> None:
-        """Forget the step. A save behind the fit still finds the buffers from before the step."""
-        left = self.batches[0].buffers if self.batches else {}
-        self.clear()
-        self._left = left
+    @property
+    def loss_scaling(self) -> object | None:
+        """Scales losses. None: no scale."""
+        ...
 
 
 class Rerun:
@@ -243,7 +106,7 @@ class Rerun:
 
     Args:
         scope: The run context.
-        training: Gradients.
+        training: Gradients of the fit.
         inputs: Inputs of the step.
         metrics: Synchronizes metrics.
 
@@ -252,7 +115,7 @@ class Rerun:
     """
 
     def __init__(
-        self, scope: RunContext, training: Training, inputs: StepInputs, metrics: MetricSync
+        self, scope: RunContext, training: Gradients, inputs: RecordedStep, metrics: MetricSync
     ) -> None:
         self._scope = scope
         self._training = training
@@ -278,13 +141,6 @@ class Rerun:
                 "strategy.rerun_step() runs the step of one update again, and the module optimizes "
                 "by hand, where a step may hold several updates. Use automatic optimization."
             )
-        quantized = quantizing(self._scope.precision)
-        if quantized is not None and quantized.recipe.has_history:
-            raise ConfigError(
-                "strategy.rerun_step(): scaling='delayed' takes its scales from histories, which "
-                "the first run of a step has advanced, so that a second run has other values. Use "
-                "a recipe with another scaling, such as 'current'."
-            )
 
     def _refusal(self) -> str:
         """Describe why this rank cannot run the step again. "": it can."""
@@ -302,7 +158,7 @@ class Rerun:
                 "backward pass of a step and the update: in on_after_backward (not while gradients "
                 "accumulate) or on_before_optimizer_step, on all ranks."
             )
-        if any(_versions(batch.batch) != batch.versions for batch in inputs.batches):
+        if any(versions(batch.batch) != batch.versions for batch in inputs.batches):
             return (
                 "training_step has written into its batch, so that the step cannot run again on "
                 "the same data. Write into a copy."
@@ -412,11 +268,3 @@ def _losses_apart(
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same values. NaN equals NaN."""
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
-def _versions(batch: Any) -> list[int]:
-    return [
-        leaf._version
-        for leaf in tree_leaves(batch)
-        if isinstance(leaf, Tensor) and not leaf.is_inference()
-    ]

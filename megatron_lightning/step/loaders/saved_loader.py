@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from torch.utils._pytree import tree_map
 
-from megatron_lightning.strategies.step.loaders.plain_objects import packages_of, packed, unpacked
+from megatron_lightning.step.loaders.plain_objects import packages_of, packed, unpacked
 
 
 def saved_loader(loader: Any) -> Any:

@@ -15,8 +15,7 @@ from lightning.pytorch.trainer.states import RunningStage
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
-from megatron_lightning.strategies.lightning_internals import evaluation_batches
-from megatron_lightning.strategies.options import StrategyOptions
+from megatron_lightning.step.options import StrategyOptions
 
 Count = int | float
 """Batches of a loader. Infinite for loaders without a length."""
@@ -96,17 +95,19 @@ class EvaluationCounts:
         self.difference = ""
         """Describes the numbers, if different."""
 
-    def begin(self, trainer: pl.Trainer, *, repeats: bool = True) -> None:
+    def begin(
+        self, trainer: pl.Trainer, own_counts: Sequence[Count], *, repeats: bool = True
+    ) -> None:
         """Compare the numbers before the first batch. A collective.
 
         Args:
             trainer: The Trainer at the beginning of a loop.
+            own_counts: Numbers of batches of this rank's loaders.
             repeats: Whether a batch can be repeated.
 
         Raises:
             ConfigError: If the numbers differ, and ranks cannot repeat the last batch.
         """
-        own_counts = evaluation_batches(trainer)
         ranks = self._world.all_gather_object(own_counts)
         self._ends, self._num_run, self.difference = [], 0, ""
         if all(counts == own_counts for counts in ranks):

@@ -1,0 +1,1 @@
+"""Gradients of a fit, from the end of backward to the update."""

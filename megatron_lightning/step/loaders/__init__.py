@@ -1,0 +1,1 @@
+"""DataLoaders of a run: an end agreed on by all ranks, state in checkpoints, copies to a device."""
