@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
-from megatron_lightning.assembly.checks.attention_watch import check_attention_rows
+from megatron_lightning.assembly.checks.attention_rows import check_attention_rows
 from megatron_lightning.assembly.cp_comm_types import assign_cp_comm_types
 from megatron_lightning.config import CPCommType
 from megatron_lightning.errors import ConfigError, ShardingError

@@ -18,10 +18,10 @@ CompileScope = Literal["block"]
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 GuardMode = Literal["refuse", "warn", "ignore"]
 GUARDS = (
-    "averages", "equal_draws", "fsdp_shards", "hook_draws", "left_gradients", "module_hooks",
-    "part_saving", "rank_agreement", "same_batches", "sequence_positions", "shard_writes",
-    "sharded_gradients", "sharding_plan", "step_hints", "trained_parameters", "world_collectives",
-    "zero_grad",
+    "averages", "context_attention", "equal_draws", "fsdp_shards", "hook_draws", "left_gradients",
+    "module_hooks", "part_saving", "rank_agreement", "same_batches", "same_steps",
+    "sequence_positions", "shard_writes", "sharded_gradients", "sharding_plan", "step_hints",
+    "trained_parameters", "unreduced_gradients", "world_collectives", "zero_grad",
 )  # fmt: skip
 """Names of all guards: what looks for mistakes in a user's code while a run goes on."""
 

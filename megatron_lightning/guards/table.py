@@ -7,6 +7,7 @@ from __future__ import annotations
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.guards.gradients.left_gradients import LeftGradients
 from megatron_lightning.guards.gradients.sharded_gradients import ShardedGradients
+from megatron_lightning.guards.gradients.unreduced_gradients import UnreducedGradients
 from megatron_lightning.guards.gradients.zero_grad import ZeroGrad
 from megatron_lightning.guards.guard import Fit, Guard
 from megatron_lightning.guards.hooks.averages import Averages
@@ -16,8 +17,10 @@ from megatron_lightning.guards.hooks.module_hooks import ModuleHooks
 from megatron_lightning.guards.hooks.rank_agreement import RankAgreement
 from megatron_lightning.guards.hooks.shard_writes import ShardWrites
 from megatron_lightning.guards.part_saving import PartSaving
+from megatron_lightning.guards.steps.context_attention import ContextAttention
 from megatron_lightning.guards.steps.fsdp_shards import FsdpShards
 from megatron_lightning.guards.steps.same_batches import SameBatches
+from megatron_lightning.guards.steps.same_steps import SameSteps
 from megatron_lightning.guards.steps.sequence_positions import SequencePositions
 from megatron_lightning.guards.steps.sharding_plan import ShardingPlanValues
 from megatron_lightning.guards.steps.step_hints import StepHints
@@ -37,7 +40,10 @@ TABLE: tuple[type[Guard], ...] = (
     ModuleHooks,
     HookDraws,
     ShardingPlanValues,
+    ContextAttention,
     SequencePositions,
+    SameSteps,
+    UnreducedGradients,
     ShardedGradients,
     LeftGradients,
     ZeroGrad,

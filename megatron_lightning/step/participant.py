@@ -13,6 +13,7 @@ new concern is a file and a line in the list. A participant overrides methods as
           around_backward(run, m)
         after_backward()                   of a training run: all ranks call this together
       end(run)
+      before_reduction(run)                ranks that share sequences reduce outputs next
       share(run) -> apply(run, shared)     the last stage sends, and every stage applies
     end_batch(batch, output)
     before_update() -> bool                gradients are reduced: may the optimizer step?
@@ -129,6 +130,9 @@ class StepParticipant:
 
     def end(self, run: StepRun) -> None:
         """End a run, before values are shared."""
+
+    def before_reduction(self, run: StepRun) -> None:
+        """Look at the outputs of a run on the last stage, before ranks reduce them."""
 
     def share(self, run: StepRun) -> Any:
         """Return the data sent by the last stage to the other stages: numbers, tensors, names and
@@ -289,6 +293,11 @@ class Participants:
         """End a run."""
         for participant in self._overriding["end"]:
             participant.end(run)
+
+    def before_reduction(self, run: StepRun) -> None:
+        """Look at outputs."""
+        for participant in self._overriding["before_reduction"]:
+            participant.before_reduction(run)
 
     def share(self, run: StepRun) -> list[Any]:
         """Return the data sent by the last stage, in the order of the participants."""

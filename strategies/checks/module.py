@@ -8,8 +8,6 @@ For layers built in ``configure_model``, every rank checks after the build. The 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -82,26 +80,6 @@ def _configured(module: pl.LightningModule) -> pl.LightningModule:
 def is_built_later(module: pl.LightningModule) -> bool:
     """Return whether hooks of the module may build or change layers."""
     return is_overridden("configure_model", module) or is_overridden("setup", module)
-
-
-def sequence_dims_of(
-    module: pl.LightningModule, data: pl.LightningDataModule | None
-) -> Mapping[Any, int]:
-    """Return the entries of a batch with a sequence, and the sequence dim of each entry.
-
-    Raises:
-        ConfigError: If neither the module nor its data declares sequence dims.
-    """
-    for owner in (module, data):
-        dims: Mapping[Any, int] | None = getattr(owner, "sequence_dims", None)
-        if dims:
-            return dims
-    raise ConfigError(
-        f"context_parallel_size is above 1, and neither {type(module).__name__} nor its datamodule "
-        "says which entries of a batch hold a sequence. Give one of them an attribute such as "
-        'sequence_dims = {"tokens": 1, "labels": 1}: the key (of a tuple: the index), and the dim '
-        "of the sequence."
-    )
 
 
 def check_module(

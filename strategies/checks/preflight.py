@@ -27,6 +27,7 @@ from megatron_lightning.rules import (
     check_trained_experts,
 )
 from megatron_lightning.step.options import StrategyOptions
+from megatron_lightning.step.values.sequence_parts import sequence_dims_of
 from megatron_lightning.strategies.checkpoint.left_out_weights import check_adapters_only
 from megatron_lightning.strategies.checks.attention_kernels import check_named_backend
 from megatron_lightning.strategies.checks.callbacks import (
@@ -50,7 +51,6 @@ from megatron_lightning.strategies.checks.module import (
     check_uncompiled_mixers,
     is_built_later,
     planned_module,
-    sequence_dims_of,
 )
 from megatron_lightning.strategies.checks.namespaces import check_namespace
 from megatron_lightning.strategies.checks.plugins import (

@@ -14,18 +14,19 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_map_only, tree_structure
+from torch.utils._pytree import tree_map_only
 
 from megatron_lightning.parallel.numbers import number_on
 from megatron_lightning.parallel.shards.other_stages import AbsentListing
 from megatron_lightning.pipeline.batch.broadcast import StageBroadcast
-from megatron_lightning.pipeline.batch.context_mean import check_alike, mean_over_context
+from megatron_lightning.pipeline.batch.context_mean import mean_over_context
 from megatron_lightning.pipeline.batch.microbatches import (
     batch_size_of,
     kinds_of,
     merge_outputs,
     split_batch,
 )
+from megatron_lightning.pipeline.batch.sequence_join import join_outputs
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.explicit_calls import ExplicitCalls, not_in_a_step
 from megatron_lightning.pipeline.schedules.actions import Schedule
@@ -40,7 +41,6 @@ from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.step.step_run import StepRun
 from megatron_lightning.strategies.lightning_internals import skips_backward
 from megatron_lightning.strategies.step.gradients.training import Training
-from megatron_lightning.strategies.step.sequence_parts import join_outputs
 from megatron_lightning.strategies.step.step_runner import StepRunner
 
 
@@ -320,11 +320,7 @@ class PipelinedStepRunner(StepRunner):
                 [run.outputs[i] for i in range(len(run.sizes))], weights, run.sizes
             )
             weight = torch.stack([number_on(device, w) for w in weights]).sum()
-            returned = (
-                f"returned {tree_structure(output)}" if output is not None else "returned None"
-            )
-            # Compared before collectives that would pair up wrongly.
-            check_alike([returned, *run.facts], run.hook, sharing, device)
+            self.participants.before_reduction(run)
             output = mean_over_context(output, weight, sharing)
             if predicting and self._sequence is not None:
                 output = join_outputs(output, self._sequence.split.dims, part_length, sharing)

@@ -4,8 +4,7 @@ tokens.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid.context import AxisGroup
 
 
@@ -24,35 +22,6 @@ def gather_rows(local: Tensor, group: AxisGroup) -> Tensor:
     parts = [torch.empty_like(local) for _ in range(group.size)]
     dist.all_gather(parts, local.contiguous(), group=group.process_group)
     return torch.cat(parts)
-
-
-def check_alike(facts: Sequence[str], hook: str, group: AxisGroup, device: torch.device) -> None:
-    """Check that ranks sharing sequences have done the same, before further communication.
-
-    Args:
-        facts: Actions of a step on this rank, in words.
-        hook: The step.
-        group: The context-parallel ranks.
-        device: Device of the communication.
-
-    Raises:
-        ConfigError: On all ranks, if the facts differ.
-    """
-    if group.size == 1:
-        return
-    # One number a step. Texts are exchanged only for the message of an error.
-    digest = zlib.crc32("\n".join(facts).encode())
-    ranks = gather_rows(torch.tensor([digest], dtype=torch.int64, device=device), group)
-    if bool((ranks == ranks[0]).all()):
-        return
-    all_facts = group.all_gather_object(list(facts))
-    common = set.intersection(*map(set, all_facts))
-    differ = sorted({fact for rank_facts in all_facts for fact in rank_facts} - common)
-    raise ConfigError(
-        f"{hook} did not do the same on the {group.size} ranks that share a sequence. On some of "
-        f"them only, it {'; it '.join(differ[:5])}. Every rank runs the step on its own part: do "
-        "the same whatever the values of the batch are."
-    )
 
 
 def mean_over_context(output: Any, weight: Tensor, group: AxisGroup) -> Any:

@@ -9,8 +9,6 @@ are therefore toggled as well.
 are copies (in host memory, or full matrices), the copies have gradients only during a step, and the
 reduced gradients are elsewhere. The module's ``zero_grad`` clears ``p.grad``, but shards have no
 ``p.grad``.
-
-``backward``: gradients not computed by ``manual_backward`` are not reduced.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ import lightning.pytorch as pl
 from torch import nn
 from torch.optim import Optimizer
 
-from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.step.gradients.gradient_guard import GradientGuard
 from megatron_lightning.step.overrides import override, unwrapped
@@ -87,25 +84,6 @@ def follow_zero_grad(
         if isinstance(unwrapped(optimizer), Optimizer):
             undo.callback(accumulation.view(unwrapped(optimizer)).follow_zero_grad(optimizer))
             vars(optimizer)["zero_grad"] = partial(_clear, optimizer.zero_grad, guard)
-
-
-def check_reduced(module: pl.LightningModule, accumulation: GradientAccumulation) -> None:
-    """Check before a step that the ranks have reduced the gradients.
-
-    Raises:
-        ConfigError: If parameters have unreduced gradients of this rank alone.
-    """
-    reducer = accumulation.reducer
-    if reducer.is_finished:
-        return
-    for name in reducer.bucket_of:
-        if reducer.parameters[name].grad is not None:
-            raise ConfigError(
-                f"{type(module).__name__} steps an optimizer by gradients of one rank ({name} has "
-                "one): they come from loss.backward(), from torch.autograd.grad, or from a "
-                "backward pass that toggle_model(sync_grad=False) has kept from the reduction. "
-                "Call self.manual_backward(loss) before the step."
-            )
 
 
 def _clear(zero_grad: Callable[..., None], guard: GradientGuard, *args: Any, **kwargs: Any) -> None:

@@ -25,7 +25,6 @@ from megatron_lightning.step.gradients.gradient_guard import (
     describe_parts,
 )
 from megatron_lightning.step.gradients.manual import (
-    check_reduced,
     follow_toggling,
     follow_zero_grad,
 )
@@ -264,8 +263,6 @@ class Training:
             nonlocal allowed
             result = closure()
             self.guard.check()
-            if not self._scope.module.automatic_optimization:
-                check_reduced(self._scope.module, self.accumulation)
             self.guard.pause()
             allowed = self.participants.before_update()
             self._scope.progress.begin_update(self._scope.module.trainer.global_step)

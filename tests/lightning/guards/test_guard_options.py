@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import yaml
 from jsonargparse import ArgumentParser
 from torch import nn
@@ -137,6 +138,33 @@ class SequencePositions(VectorModule):
         return loss + 0.0 * batch["tokens"][:, 0].float().mean()
 
 
+class ContextAttention(SequencePositions):
+    """Attends outside of the model's bound attention."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.net(batch["tokens"], labels=batch["labels"]).mean()
+        rows = torch.ones(1, 1, 4, 8)
+        return loss + 0.0 * F.scaled_dot_product_attention(rows, rows, rows).mean()
+
+
+class SameSteps(SequencePositions):
+    """Returns a note on one of the ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.net(batch["tokens"], labels=batch["labels"]).mean()
+        return {"loss": loss, "note": "first"} if dist.get_rank() == 0 else {"loss": loss}
+
+
+class UnreducedGradients(VectorModule):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        super().training_step(batch, batch_idx).backward()
+        optimizer.step()
+
+
 class PartSaving(VectorModule):
     def on_train_end(self) -> None:
         self.to_torchscript()
@@ -180,6 +208,9 @@ MUTANTS: dict[str, tuple[Layout, type[VectorModule]]] = {
     "part_saving": (TP2, PartSaving),
     "sharded_gradients": (TP2, ShardedGradients),
     "sequence_positions": (CP2, SequencePositions),
+    "context_attention": (CP2, ContextAttention),
+    "same_steps": (CP2, SameSteps),
+    "unreduced_gradients": (DP2, UnreducedGradients),
 }
 
 

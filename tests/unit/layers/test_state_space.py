@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lightning.assembly.checks.attention_watch import bound_attention
+from megatron_lightning.assembly.checks.attention_rows import bound_attention
 from megatron_lightning.config import DeltaNetConfig, MambaConfig, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.state_space.convolution import causal_convolution

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from megatron_lightning.assembly.checks.attention_rows import bound_attention
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.attention.sequence_mixer import SequenceMixer
 from megatron_lightning.layers.shared_rows.entry import shared_models
 from megatron_lightning.layers.styles.divided_embeddings import divides_embeddings
 from megatron_lightning.parallel.shards.other_stages import present_modules
+from megatron_lightning.step.judge import Judge
 
 _FOREIGN = (
     F.scaled_dot_product_attention,
@@ -30,46 +31,17 @@ _FOREIGN = (
 """Functions of torch for attention over a sequence."""
 
 
-def check_attention_rows(num_ranks: int, rows: int, model: str) -> None:
-    """Check that the plan of a model binds the model's attention to the ranks.
-
-    Args:
-        num_ranks: Context-parallel ranks.
-        rows: Rows of the plans that bind attention, or another mixer of tokens.
-        model: Name of the model, for the message.
-
-    Raises:
-        ConfigError: If the plan binds no attention.
-    """
-    if num_ranks > 1 and not rows:
-        raise ConfigError(
-            f"context_parallel_size is {num_ranks}, and no row of a sharding plan of {model} binds "
-            "its attention to these ranks, so that a token would see those of one rank only. Build "
-            "the attention from megatron_lightning.layers.CoreAttention and add a row "
-            "ContextAttention() for it, or set context_parallel_size to 1."
-        )
-
-
-def bound_attention(module: nn.Module) -> dict[str, SequenceMixer]:
-    """Return the attention modules in ``module``, and other mixers of tokens, bound to
-    context-parallel ranks, by path.
-    """
-    return {
-        path: child
-        for path, child in present_modules(module)
-        if isinstance(child, SequenceMixer) and child.shares_sequences
-    }
-
-
 class AttentionWatch(TorchFunctionMode):
     """Watches the attention of a module inside a block.
 
     Args:
         module: This rank's part of the model.
+        judge: Verdict on findings.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, judge: Judge) -> None:
         super().__init__()
+        self._judge = judge
         self._uncalled: dict[str, nn.Module] = dict(bound_attention(module))
         self._undo = ExitStack()
         present = list(present_modules(module))
@@ -115,11 +87,13 @@ class AttentionWatch(TorchFunctionMode):
         # A recomputation in backward repeats what a forward has shown.
         is_forward = torch._C._current_graph_task_id() == -1
         if func in _FOREIGN and self._is_divided and not self._num_shared and is_forward:
-            raise ConfigError(
-                f"the model calls {func.__name__} in a module that its sharding plan "
-                "does not bind to the context-parallel ranks, so that a token would see those of "
-                "one rank only. Build this attention from megatron_lightning.layers.CoreAttention "
-                "and add a row ContextAttention() for it, or set context_parallel_size to 1."
+            self._judge.refuse(
+                ConfigError(
+                    f"the model calls {func.__name__} in a module that its sharding plan does not "
+                    "bind to the context-parallel ranks, so that a token would see those of one "
+                    "rank only. Build this attention from megatron_lightning.layers.CoreAttention "
+                    "and add a row ContextAttention() for it, or set context_parallel_size to 1."
+                )
             )
         return func(*args, **(kwargs or {}))
 
@@ -130,10 +104,12 @@ class AttentionWatch(TorchFunctionMode):
             ConfigError: Naming an uncalled module.
         """
         if self._uncalled:
-            raise ConfigError(
-                f"{next(iter(self._uncalled))} is bound to the context-parallel ranks, and the "
-                "forward did not call it: its attention is computed elsewhere. Call it with "
-                "queries, keys and values, or set context_parallel_size to 1."
+            self._judge.refuse(
+                ConfigError(
+                    f"{next(iter(self._uncalled))} is bound to the context-parallel ranks, and the "
+                    "forward did not call it: its attention is computed elsewhere. Call it with "
+                    "queries, keys and values, or set context_parallel_size to 1."
+                )
             )
 
     def _begin_shared(self, *_: Any) -> None:

@@ -1,0 +1,175 @@
+"""Batches of sequences shared by several ranks. Each rank runs the step on its part.
+
+The step is the user's own. Positions not beginning at 0, and documents beginning on other ranks,
+are injected at the model call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from megatron_lightning.assembly.checks.attention_rows import bound_attention
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.shared_rows.entry import described, shared_models
+from megatron_lightning.models.plans.hf_context import check_call
+from megatron_lightning.models.plans.hf_plans import is_transformers_model
+from megatron_lightning.parallel.sequence import SequencePart
+from megatron_lightning.parallel.shards.sharding import ShardingPlan
+from megatron_lightning.pipeline.batch.sequence_arguments import SequenceArguments
+from megatron_lightning.pipeline.batch.sequence_split import SequenceSplit
+from megatron_lightning.pipeline.stages.parallel_call import ParallelCall
+from megatron_lightning.step.items import counts_items
+from megatron_lightning.step.participant import StepBatch, StepParticipant
+from megatron_lightning.step.run_context import RunContext
+from megatron_lightning.step.step_run import StepRun
+
+
+class SequenceParts(StepParticipant):
+    """Divides the batches of a run.
+
+    Attention of this module takes parts of sequences only inside of :meth:`divided`, also when the
+    run is over.
+
+    Args:
+        scope: The run context.
+    """
+
+    def __init__(self, scope: RunContext) -> None:
+        self._context = scope.context
+        self._module = scope.module
+        self.split = sequence_split(scope)
+        """Splits batches."""
+        self._calls = calls_with_positions(scope)
+        self._attention = bound_attention(scope.module)
+        self._shared = shared_models(scope.module)
+        self._warned: set[str] = set()
+        self._open(is_open=False)
+
+    def _open(self, *, is_open: bool) -> None:
+        for core in self._attention.values():
+            core.takes_parts = is_open
+
+    @contextmanager
+    def divided(self, batch: Any) -> Iterator[Any]:
+        """Yield this rank's part of the sequences of a batch. Calls of the models receive the
+        positions of the part.
+        """
+        length = self.split.length(batch)
+        for path, shared in self._shared.items():
+            model = self._module.get_submodule(path)
+            if shared.find(model):  # before the step: a probe is no call of it
+                ways = described(shared.kinds)
+                rank_zero_info(f"MegatronStrategy: {type(model).__name__} shares rows: {ways}.")
+        with ExitStack() as during:
+            for path, (plan, call) in self._calls.items():
+                during.enter_context(call.adding(partial(self._added, path, plan, length)))
+            for shared in self._shared.values():
+                during.enter_context(shared.rows_of(length))
+            self._open(is_open=True)
+            during.callback(self._open, is_open=False)
+            yield self.split.split(batch)
+
+    def _added(
+        self, path: str, plan: ShardingPlan, length: int, given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the arguments to add to a call of a model, for sequences of ``length``
+        positions.
+        """
+        context, model = self._context, self._module.get_submodule(path)
+        arguments = SequenceArguments(context.cp, plan, length, context.device)
+        added = arguments(given)
+        if is_transformers_model(model):
+            check_call(model, given, added, length)
+        return added
+
+    def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:
+        """Refuse training steps that return None: other ranks would wait forever for the backward
+        of this rank.
+
+        Raises:
+            ConfigError: If the step returned None.
+        """
+        if run.outputs[microbatch] is None:
+            raise ConfigError(
+                "training_step returned None on a rank that shares sequences with "
+                f"{self._context.cp.size - 1} others, which a batch cannot be skipped on. "
+                "Return a loss, which weighs nothing with num_items of 0, or set "
+                "context_parallel_size to 1."
+            )
+
+    def end_batch(self, batch: StepBatch, output: Any) -> None:
+        """Check that ranks weigh means by the number of counted tokens.
+
+        In evaluation a step may log with ``batch_size``. Evaluation therefore only warns, once.
+
+        Raises:
+            ConfigError: In training, if not all tokens count, and the number of counted tokens is
+                unknown.
+        """
+        hook, trains = batch.hook, batch.trains
+        if hook == "predict_step" or (output is None and trains):
+            return
+        if counts_items(self._module, output):
+            return
+        masks = None if hook in self._warned else self.split.masks(batch.value)
+        if not masks:
+            return
+        advice = (
+            f"the batch has {masks}, so that the {self._context.cp.size} ranks that share a "
+            "sequence may average over different numbers of tokens. Give the module a method "
+            "num_items(batch) that counts them"
+        )
+        if trains:
+            raise ConfigError(
+                f"{advice}, or return {{"
+                '"loss": loss, "num_items": number of tokens in the loss} from training_step.'
+            )
+        self._warned.add(hook)
+        rank_zero_warn(f"{advice}, or log with batch_size=number of tokens, in {hook}.")
+
+
+def sequence_split(scope: RunContext) -> SequenceSplit:
+    """Return the division of a run's batches along their sequences."""
+    context, data = scope.context, getattr(scope.module.trainer, "datamodule", None)
+    tensor_ranks = context.tp.size if scope.part.shards_sequence else 1
+    part = SequencePart(context.cp.rank, context.cp.size)
+    return SequenceSplit(part, sequence_dims_of(scope.module, data), tensor_ranks)
+
+
+def calls_with_positions(scope: RunContext) -> dict[str, tuple[ShardingPlan, ParallelCall]]:
+    """Return plan and call of the models that are given the positions of a rank's part, by
+    path.
+    """
+    plans, module = scope.part.plans.applied, scope.module
+    return {
+        path: (plan, ParallelCall.on(module.get_submodule(path), 1, scope.undo))
+        for path, plan in plans.items()
+        if plan.positions is not None
+    }
+
+
+def sequence_dims_of(
+    module: pl.LightningModule, data: pl.LightningDataModule | None
+) -> Mapping[Any, int]:
+    """Return the entries of a batch with a sequence, and the sequence dim of each entry.
+
+    Raises:
+        ConfigError: If neither the module nor its data declares sequence dims.
+    """
+    for owner in (module, data):
+        dims: Mapping[Any, int] | None = getattr(owner, "sequence_dims", None)
+        if dims:
+            return dims
+    raise ConfigError(
+        f"context_parallel_size is above 1, and neither {type(module).__name__} nor its datamodule "
+        "says which entries of a batch hold a sequence. Give one of them an attribute such as "
+        'sequence_dims = {"tokens": 1, "labels": 1}: the key (of a tuple: the index), and the dim '
+        "of the sequence."
+    )
