@@ -20,26 +20,7 @@ from torch import Tensor
 
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.state.module_shards import ModuleState
-from megatron_lightning.assembly.state.state_entries import StateEntries
-from megatron_lightning.bridge.folders.remembered_folders import write_kept
-from megatron_lightning.checkpoint import TensorShards, open_checkpoint
-from megatron_lightning.checkpoint.agreement import together
-from megatron_lightning.checkpoint.format.naming import OWN
-from megatron_lightning.checkpoint.local_copies.local import Pointer
-from megatron_lightning.checkpoint.local_copies.local_plan import copy_plan, open_copy
-from megatron_lightning.checkpoint.reading.source import CheckpointSource, PlainSource
-from megatron_lightning.checkpoint.reading.vocabulary import fit_vocabulary
-from megatron_lightning.checkpoint.writing.saver import Save, Saver
-from megatron_lightning.checkpoint.writing.saving import Snapshot, take_snapshot, write_snapshot
-from megatron_lightning.errors import CheckpointError
-from megatron_lightning.optim.gradients.parameter_shard import MainShard
-from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
-from megatron_lightning.parallel.grid.context import AxisGroup
-from megatron_lightning.peft.record import left_out_of, read_records
-from megatron_lightning.step.options import StrategyOptions
-from megatron_lightning.step.progress import Progress
-from megatron_lightning.strategies.checkpoint.left_out_weights import LeftOutWeights
-from megatron_lightning.strategies.checkpoint.optimizers import (
+from megatron_lightning.assembly.state.optimizer_states import (
     check_optimizers,
     check_sizes,
     load_optimizer,
@@ -49,11 +30,30 @@ from megatron_lightning.strategies.checkpoint.optimizers import (
     state_prefix,
     view_of,
 )
-from megatron_lightning.strategies.checkpoint.renamed import (
+from megatron_lightning.assembly.state.state_entries import StateEntries
+from megatron_lightning.bridge.folders.remembered_folders import write_kept
+from megatron_lightning.checkpoint import TensorShards, open_checkpoint
+from megatron_lightning.checkpoint.agreement import together
+from megatron_lightning.checkpoint.format.naming import OWN
+from megatron_lightning.checkpoint.local_copies.local import Pointer
+from megatron_lightning.checkpoint.local_copies.local_plan import copy_plan, open_copy
+from megatron_lightning.checkpoint.reading.renamed_states import (
     renamed_source,
     renamed_state,
     renamed_tensors,
 )
+from megatron_lightning.checkpoint.reading.source import CheckpointSource, PlainSource
+from megatron_lightning.checkpoint.reading.vocabulary import fit_vocabulary
+from megatron_lightning.checkpoint.writing.saver import Save, Saver
+from megatron_lightning.checkpoint.writing.saving import Snapshot, take_snapshot, write_snapshot
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.optim.gradients.parameter_shard import MainShard
+from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
+from megatron_lightning.parallel.grid.context import AxisGroup
+from megatron_lightning.peft.left_out_weights import LeftOutWeights
+from megatron_lightning.peft.record import left_out_of, read_records
+from megatron_lightning.step.options import StrategyOptions
+from megatron_lightning.step.progress import Progress
 from megatron_lightning.strategies.checkpoint.run_state import RunState
 from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.lightning_internals import trainer_state

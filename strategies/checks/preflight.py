@@ -14,9 +14,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron_lightning.assembly import partition
 from megatron_lightning.assembly.assemble import is_assembled
 from megatron_lightning.assembly.checks import layout_checks as checks
+from megatron_lightning.assembly.checks.compiler import check_compiler
 from megatron_lightning.assembly.compile import check_blocks
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid.grid import RankGrid
+from megatron_lightning.peft.left_out_weights import check_adapters_only
 from megatron_lightning.pipeline.batch.metrics import check_persistent_states
 from megatron_lightning.pipeline.schedules.advice import advice_on_full_batches
 from megatron_lightning.rules import (
@@ -28,14 +30,12 @@ from megatron_lightning.rules import (
 )
 from megatron_lightning.step.options import StrategyOptions
 from megatron_lightning.step.values.sequence_parts import sequence_dims_of
-from megatron_lightning.strategies.checkpoint.left_out_weights import check_adapters_only
 from megatron_lightning.strategies.checks.attention_kernels import check_named_backend
 from megatron_lightning.strategies.checks.callbacks import (
     check_callbacks,
     check_checkpoint_links,
     warn_of_uploads,
 )
-from megatron_lightning.strategies.checks.compiler import check_compiler
 from megatron_lightning.strategies.checks.data import check_batches, check_config, model_config
 from megatron_lightning.strategies.checks.kinds import (
     is_distillation,

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from megatron_lightning.assembly.state.full_state import path_of
+from megatron_lightning.assembly.state.optimizer_states import OptimizerHandle
 from megatron_lightning.checkpoint.requeue import committed_requeue
 from megatron_lightning.checkpoint.writing.saver import SaveReport
 from megatron_lightning.resilience.lost_connection import called_by_all
 from megatron_lightning.step.overrides import unwrapped
 from megatron_lightning.strategies.checkpoint.io import ShardedCheckpointIO, complete_io, users_io
-from megatron_lightning.strategies.checkpoint.optimizers import OptimizerHandle
 from megatron_lightning.strategies.checks.plugins import check_storage_options
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
 

@@ -25,15 +25,15 @@ from megatron_lightning.optim.optimizer_checks import (
     check_stepped_tensors,
 )
 from megatron_lightning.optim.stepping.chained import members
-from megatron_lightning.parallel.shards.other_stages import AbsentListing, drop_absent
-from megatron_lightning.strategies import lightning_internals as internals
-from megatron_lightning.strategies.checks import preflight
-from megatron_lightning.strategies.checks.attention_kernels import report_attention
-from megatron_lightning.strategies.checks.connections import (
+from megatron_lightning.parallel.grid.gpu_queues import (
     check_connections,
     check_exchange,
     gpu_capability,
 )
+from megatron_lightning.parallel.shards.other_stages import AbsentListing, drop_absent
+from megatron_lightning.strategies import lightning_internals as internals
+from megatron_lightning.strategies.checks import preflight
+from megatron_lightning.strategies.checks.attention_kernels import report_attention
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
 from megatron_lightning.strategies.launch.stopping import handle_requeue
 from megatron_lightning.strategies.module import compile_module, describe_module

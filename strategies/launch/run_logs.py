@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from megatron_lightning.parallel.random.replica_rng import ReplicaRng
-from megatron_lightning.strategies.launch.csv_rows import CsvRows
+from megatron_lightning.resilience.lifecycle.csv_rows import CsvRows
 from megatron_lightning.strategies.lightning_internals import (
     has_experiment,
     name_of_log,

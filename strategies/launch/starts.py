@@ -19,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from megatron_lightning.checkpoint.format.storage import is_remote
 from megatron_lightning.checkpoint.run_identity import is_run_in, new_run, run_of_checkpoint
+from megatron_lightning.resilience.lifecycle.csv_rows import CsvRows
 from megatron_lightning.resilience.lifecycle.start_record import (
     StartRecord,
     check_progress,
@@ -27,7 +28,6 @@ from megatron_lightning.resilience.lifecycle.start_record import (
     read_record,
 )
 from megatron_lightning.step.progress import Progress
-from megatron_lightning.strategies.launch.csv_rows import CsvRows
 from megatron_lightning.strategies.launch.run_logs import (
     choose_versions,
     describe_loggers,

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_lightning.assembly.checks.compiler import check_compiler
 from megatron_lightning.config import CompileOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
-from megatron_lightning.strategies.checks.compiler import check_compiler
 from megatron_lightning.strategies.launch.popen_launcher import ScriptLauncher
 from tests.helpers.language_model import small_gpt
 from tests.helpers.toy import ToyData, ToyModule

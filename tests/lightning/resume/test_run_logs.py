@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from megatron_lightning.strategies.launch.csv_rows import CsvRows
+from megatron_lightning.resilience.lifecycle.csv_rows import CsvRows
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
 

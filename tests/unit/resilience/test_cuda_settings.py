@@ -13,13 +13,13 @@ import torch.distributed as dist
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.parallel.grid.context import GROUPS
-from megatron_lightning.parallel.grid.nccl import NcclOptions, options_by_ranks, read_nccl_options
-from megatron_lightning.strategies import MegatronStrategy
-from megatron_lightning.strategies.checks.connections import (
+from megatron_lightning.parallel.grid.gpu_queues import (
     VARIABLE,
     check_connections,
     check_exchange,
 )
+from megatron_lightning.parallel.grid.nccl import NcclOptions, options_by_ranks, read_nccl_options
+from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)

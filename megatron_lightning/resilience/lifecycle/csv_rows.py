@@ -11,13 +11,31 @@ import io
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any, Protocol
 
 from fsspec.core import url_to_fs
-from lightning.pytorch.loggers import CSVLogger
 
 _FILE = "metrics.csv"
 _ASIDE = "metrics.csv.before"  # while Lightning's logger opens the folder
 _HYPER_PARAMETERS = "hparams.yaml"
+
+
+class CsvLog(Protocol):
+    """Lightning's CSVLogger."""
+
+    @property
+    def log_dir(self) -> str:
+        """Folder or URL of the file."""
+        ...
+
+    @property
+    def experiment(self) -> Any:
+        """Writer of rows, with the columns in ``metrics_keys``."""
+        ...
+
+    def save(self) -> None:
+        """Write the rows so far."""
+        ...
 
 
 class CsvRows:
@@ -27,7 +45,7 @@ class CsvRows:
         logger: Writes to a local folder or a URL.
     """
 
-    def __init__(self, logger: CSVLogger) -> None:
+    def __init__(self, logger: CsvLog) -> None:
         self._logger = logger
         self._files, self._folder = url_to_fs(logger.log_dir)
         self._num_rows = 0
