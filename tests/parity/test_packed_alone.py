@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_lightning.data.chat.chat_encoding import Document
+from megatron_lightning.data.chat.documents import Document
 from megatron_lightning.data.rows.packed_rows import RowDataset
 from megatron_lightning.data.rows.packing import Rows, pack
 from tests.helpers.layouts import fit_losses

@@ -35,6 +35,7 @@ from megatron_lightning.bridge.family_rules.settings import (
     flat,
 )
 from megatron_lightning.bridge.tensors.lazy import Lazy
+from megatron_lightning.bridge.tensors.mismatches import describe_mismatches
 from megatron_lightning.bridge.tensors.tensor_ops import Copied, Move
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError
@@ -55,7 +56,6 @@ _WITHOUT_EFFECT = frozenset(
 )  # fmt: skip
 """Keys of every model without an effect on parameters or logits."""
 WORDS, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-_LISTED = 5
 
 
 class UnwritableError(ConfigError):
@@ -218,20 +218,13 @@ def parameters(
     unused_names = [
         n for n in tensors if n not in used_names and not any(re.search(p, n) for p in ignored)
     ]
-    texts = {
-        "are missing": missing_names,
-        "have other shapes": misshapen,
-        "are unexpected": unused_names,
-    }
-    problems = [
-        f"{len(names)} tensors {text} ({', '.join(sorted(names)[:_LISTED])})"
-        for text, names in texts.items()
-        if names
-    ]
+    problems = describe_mismatches(
+        missing=sorted(missing_names), misshapen=sorted(misshapen), unexpected=sorted(unused_names)
+    )
     if problems:
         raise CheckpointError(
             f"{path} does not fit GPTModel by the rules of {family.__name__}: "
-            f"{'; '.join(problems)}. Name the folder that the configuration is of, or restore it."
+            f"{problems}. Name the folder that the configuration is of, or restore it."
         )
     return results
 

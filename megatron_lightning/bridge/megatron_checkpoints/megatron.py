@@ -24,6 +24,7 @@ from megatron_lightning.bridge.folders.hub import local_folder
 from megatron_lightning.bridge.folders.new_files import new_files
 from megatron_lightning.bridge.megatron_checkpoints.torch_dist import MegatronFolder
 from megatron_lightning.bridge.tensors.lazy import Lazy
+from megatron_lightning.bridge.tensors.mismatches import describe_mismatches
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError
@@ -48,7 +49,6 @@ _ALIASES = (
     ("transformer_layer.", "mtp_model_layer."),
 )
 _MAX_PADDING = 128 * 64  # --make-vocab-size-divisible-by x tensor-parallel ranks
-_LISTED = 5
 
 
 class MegatronBridge:
@@ -204,20 +204,13 @@ def model_tensors(folder: MegatronFolder, config: TransformerConfig) -> dict[str
     unused_keys = [
         key for key in folder.tensors if key not in used_keys and not re.match(_OPTIMIZER, key)
     ]
-    texts = {
-        "are missing": missing_keys,
-        "have other shapes": misshapen,
-        "are unexpected": unused_keys,
-    }
-    problems = [
-        f"{len(names)} tensors {text} ({', '.join(names[:_LISTED])})"
-        for text, names in texts.items()
-        if names
-    ]
+    problems = describe_mismatches(
+        missing=missing_keys, misshapen=misshapen, unexpected=unused_keys
+    )
     if problems:
         raise CheckpointError(
             f"{folder.path} is not the model that the configuration of --like describes: "
-            f"{'; '.join(problems)}. Name a folder of the same model, or change its config.json "
+            f"{problems}. Name a folder of the same model, or change its config.json "
             "(num_nextn_predict_layers: 0 if the heads were not trained)."
         )
     return tensors

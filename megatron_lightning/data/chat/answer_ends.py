@@ -8,8 +8,9 @@ from itertools import chain
 
 import numpy as np
 
-from megatron_lightning.data.chat.chat_encoding import Document, Documents, SupervisedOptions
+from megatron_lightning.data.chat.chat_encoding import SupervisedOptions
 from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
+from megatron_lightning.data.chat.documents import Document, Documents
 
 _MOST = 1000
 """Largest number of documents looked at."""

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_lightning.data.chat.chat_encoding import Documents, Encoder
+from megatron_lightning.data.chat.chat_encoding import Encoder
+from megatron_lightning.data.chat.documents import Documents
 from megatron_lightning.data.indexed.atomic_files import atomic_write
 from megatron_lightning.data.rows.row_report import warning_of
 from megatron_lightning.data.rows.sources import file_stamps, load_dataset, read_rows

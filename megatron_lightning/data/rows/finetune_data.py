@@ -10,9 +10,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_lightning.data.chat.chat_encoding import Documents, Encoder, SupervisedOptions
+from megatron_lightning.data.chat.chat_encoding import Encoder, SupervisedOptions
 from megatron_lightning.data.chat.chat_template import ChatOptions, ChatTemplate
 from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
+from megatron_lightning.data.chat.documents import Documents
 from megatron_lightning.data.chat.template_texts import (
     PromptDate,
     newest_date,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from megatron_lightning.data.chat.chat_encoding import Document
+from megatron_lightning.data.chat.documents import Document
 from megatron_lightning.data.pretraining.blend_order import blend_index, normalized
 from megatron_lightning.data.rows.cut_rows import FULL, FullRow
 from megatron_lightning.data.rows.packing import Numbers, Rows, pack, pack_in_windows

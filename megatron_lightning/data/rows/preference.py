@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron_lightning.data.chat.chat_encoding import Document, Documents, Encoder
+from megatron_lightning.data.chat.chat_encoding import Encoder
 from megatron_lightning.data.chat.chat_template import ChatOptions
 from megatron_lightning.data.chat.chat_view import Rendered
 from megatron_lightning.data.chat.conversations import Chat, Text
+from megatron_lightning.data.chat.documents import Document, Documents
 from megatron_lightning.data.indexed.atomic_files import atomic_write
 from megatron_lightning.data.rows.cut_rows import FULL, FullRow
 from megatron_lightning.data.rows.packed_rows import IGNORED, Sources

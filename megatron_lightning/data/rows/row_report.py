@@ -9,8 +9,8 @@ from megatron_lightning.data.chat.chat_encoding import (
     NULLS,
     REWRITTEN,
     UNENDED,
-    Documents,
 )
+from megatron_lightning.data.chat.documents import Documents
 
 _LEFT_OUT = (
     BROKEN,

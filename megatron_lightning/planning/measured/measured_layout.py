@@ -23,15 +23,14 @@ from megatron_lightning.planning.ledger.rank_parameters import ParameterCount
 from megatron_lightning.planning.ledger.tape import Profile
 from megatron_lightning.planning.memory import Memory, RankMemory
 from megatron_lightning.planning.planned_run import MeasuredRecipe
+from megatron_lightning.planning.search.device_speeds import Speeds, link_speed
 from megatron_lightning.planning.search.step_time import (
     GEMM_SHARE,
     HIDDEN_TENSOR,
     LINK_SHARE,
     MEMORY_SHARE,
-    Speeds,
     StepTime,
     UnitTime,
-    link_speed,
     step_time,
 )
 

@@ -18,6 +18,7 @@ from megatron_lightning.planning.measured.measured_layout import (
     check_measured,
 )
 from megatron_lightning.planning.planned_run import MeasuredRecipe
+from megatron_lightning.planning.search.device_speeds import Speeds
 from megatron_lightning.planning.search.devices import PlannedDevice
 from megatron_lightning.planning.search.layout_search import (
     FULL,
@@ -33,7 +34,6 @@ from megatron_lightning.planning.search.layout_search import (
     without_fsdp,
 )
 from megatron_lightning.planning.search.simulated import SimulatedSchedules
-from megatron_lightning.planning.search.step_time import Speeds
 
 _CHUNKS = (1, 2, 4)
 

@@ -30,9 +30,13 @@ from megatron_lightning.planning.recipe_checks import (
     recipe_memory,
     recipe_sizes,
 )
+from megatron_lightning.planning.search.device_speeds import Speeds
 from megatron_lightning.planning.search.devices import PlannedDevice
 from megatron_lightning.planning.search.simulated import SimulatedSchedules
-from megatron_lightning.planning.search.step_time import Speeds, StepModel, StepTime
+from megatron_lightning.planning.search.step_time import (
+    StepModel,
+    StepTime,
+)
 from megatron_lightning.planning.search.unit_cache import LikeUnits
 
 Stages = Sequence[Sequence[str]]

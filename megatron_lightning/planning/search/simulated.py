@@ -6,7 +6,9 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.pipeline.schedules import SCHEDULES
 from megatron_lightning.pipeline.schedules.replay import Replay
 from megatron_lightning.planning.planned_run import PlannedRun
-from megatron_lightning.planning.search.step_time import simulated_microbatches
+from megatron_lightning.planning.search.step_time import (
+    simulated_microbatches,
+)
 
 
 class SimulatedSchedules:

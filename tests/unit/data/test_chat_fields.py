@@ -222,7 +222,7 @@ def test_answers_to_avoid_are_refused(label: Any) -> None:
 
 
 def test_the_report_says_what_was_left_out(tmp_path: Any) -> None:
-    from megatron_lightning.data.chat.chat_encoding import Documents
+    from megatron_lightning.data.chat.documents import Documents
 
     encoder = _encoder(drop_fields=("tools",))
     rows = [Row("row", _chat(BLUE, tools=[TOOL]))] * 3

@@ -13,14 +13,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from megatron_lightning.data.chat.chat_encoding import (
-    BadRows,
-    Documents,
-    Encoder,
-    SupervisedOptions,
-)
+from megatron_lightning.data.chat.chat_encoding import BadRows, Encoder, SupervisedOptions
 from megatron_lightning.data.chat.chat_template import ChatTemplate
 from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
+from megatron_lightning.data.chat.documents import Documents
 from megatron_lightning.data.rows import document_cache, sources
 from megatron_lightning.data.rows.document_cache import DocumentCache
 from megatron_lightning.data.rows.row_report import warning_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_lightning.config import MoEConfig, TransformerConfig
-from megatron_lightning.data.chat.chat_encoding import Document, Documents
+from megatron_lightning.data.chat.documents import Document, Documents
 from megatron_lightning.data.rows.packed_rows import RowDataset, RowOrder, Sources, held_out
 from megatron_lightning.data.rows.packing import efficiency, pack, pack_in_windows
 from megatron_lightning.errors import ConfigError, DataError

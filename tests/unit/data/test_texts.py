@@ -12,9 +12,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from megatron_lightning.data.chat.chat_encoding import Documents, Encoder, SupervisedOptions
+from megatron_lightning.data.chat.chat_encoding import Encoder, SupervisedOptions
 from megatron_lightning.data.chat.chat_template import ChatTemplate
 from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
+from megatron_lightning.data.chat.documents import Documents
 from megatron_lightning.data.rows.preference import PairEncoder
 from megatron_lightning.data.rows.row_report import describe_documents, warning_of
 from megatron_lightning.data.rows.sources import Row

@@ -125,7 +125,7 @@ def test_tensor_and_context_parallel_ranks_want_one_queue(
     monkeypatch.delenv(VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(VARIABLE, value)
-    with patch("megatron_lightning.strategies.checks.connections.rank_zero_warn") as warn:
+    with patch("megatron_lightning.parallel.grid.gpu_queues.rank_zero_warn") as warn:
         check_connections(ParallelLayout(**sizes), data_parallel, capability)
     assert warn.called == warns
     if warns:
