@@ -13,6 +13,7 @@ from megatron_lightning.config.parallel import (
     CPCommType,
     DataParallel,
     DataParallelOptions,
+    MixerKind,
     MomentsDtype,
     PipelineOptions,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "LatentAttentionConfig",
     "LossScaleOptions",
     "MambaConfig",
+    "MixerKind",
     "MoEConfig",
     "MomentsDtype",
     "NonFinite",

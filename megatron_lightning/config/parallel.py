@@ -11,7 +11,8 @@ from megatron_lightning.errors import ConfigError
 DataParallel = Literal["ddp", "zero1", "fsdp"]
 MomentsDtype = Literal["fp32", "bf16"]
 CPCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
-ContextMixers = Literal["auto", "divided"]
+MixerKind = Literal["ring", "exchange", "rows", "gather"]
+ContextMixers = Literal["auto", "divided"] | dict[str, MixerKind]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +65,17 @@ class ContextOptions:
     mixers: ContextMixers = "auto"
     """How a model without a plan of its attention shares rows. "auto": each module that mixes
     tokens divides its work, or else computes full rows on every rank. "divided" refuses modules
-    that do not divide."""
+    that do not divide. A mapping of path patterns ("model.layers.*.self_attn") to ways (ring,
+    exchange, rows, gather) sets them, and other modules are as in "auto"."""
 
     def __post_init__(self) -> None:
         for name in self.cp_comm_types:
             check_choice("cp_comm_type", name, get_args(CPCommType))
-        check_choice("mixers", self.mixers, get_args(ContextMixers))
+        if isinstance(self.mixers, dict):
+            for pattern, kind in self.mixers.items():
+                check_choice(f"mixers[{pattern!r}]", kind, get_args(MixerKind))
+        else:
+            check_choice("mixers", self.mixers, ("auto", "divided"))
         sizes, needed = self.hierarchical_context_parallel_sizes, "a2a+p2p" in self.cp_comm_types
         if sizes is None and needed:
             raise ConfigError(

@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from megatron_lightning.config import ContextMixers
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.context.ring import RingAttention
 from megatron_lightning.layers.shared_rows import conditions, entry, ring
 from megatron_lightning.layers.shared_rows.mixers import SharingRanks
@@ -195,6 +196,19 @@ def _kinds_of_faults() -> dict[str, list[str]]:
 def test_a_way_that_differs_in_a_detail_is_not_taken() -> None:
     expected = {name: fault[-1] for name, fault in FAULTS.items()}
     assert run_ranks(2, _kinds_of_faults) == [expected, expected]
+
+
+def _kinds_that_are_set() -> tuple[list[str], str]:
+    shared = _shared(_made(_gemma), {"model.layers.0.*": "rows", "**.self_attn": "gather"})
+    with pytest.raises(ConfigError) as refusal:
+        _shared(_made(_gemma), {"model.layers.*.mixer": "rows"})
+    return list(shared.kinds.values()), str(refusal.value)
+
+
+def test_a_mapping_sets_the_ways() -> None:
+    for kinds, refusal in run_ranks(2, _kinds_that_are_set):
+        assert kinds == ["rows", "gather"]
+        assert "model.layers.0.self_attn (ring)" in refusal
 
 
 def test_windows_are_small_while_a_model_is_probed() -> None:

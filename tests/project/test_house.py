@@ -116,6 +116,7 @@ WITHOUT_WEIGHTS = {
     # norms of rows, in fp32 whatever the precision of the layers
     "megatron_lightning/layers/adapters/magnitude.py": {"@"},
     "megatron_lightning/layers/context/chunked_kernel.py": {"@"},
+    "megatron_lightning/layers/shared_rows/conditions.py": {"matmul"},  # a setting of torch
     "megatron_lightning/layers/context/kernels.py": {
         f"_scaled_dot_product_{kernel}{backward}"
         for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +26,8 @@ from megatron_lightning.layers.shared_rows.conditions import (
     is_close,
     small_windows,
 )
-from megatron_lightning.layers.shared_rows.kinds import KINDS
-from megatron_lightning.layers.shared_rows.mixers import SharingRanks, full_rows
+from megatron_lightning.layers.shared_rows.kinds import check_patterns, kinds_for
+from megatron_lightning.layers.shared_rows.mixers import SharedMixer, SharingRanks, full_rows
 from megatron_lightning.layers.shared_rows.other_names import bind_names
 from megatron_lightning.layers.shared_rows.places import changed, tensors
 from megatron_lightning.layers.shared_rows.probe import Block, Findings, Probe
@@ -184,7 +184,6 @@ class SharedRows:
         if self._is_probed:
             return False
         length = probed_length(model, self.ranks.group.size)
-        kinds = tuple(k for k in KINDS if self.mixers == "auto" or k.divides)
         call = _ProbedCall(model, length)
         self._device = call.device
         # In the precision of the weights: autocast would hide what differs. Uncompiled, since hooks
@@ -197,8 +196,9 @@ class SharedRows:
             small_windows(model),
             exact_products(),
         ):
-            probe = Probe(model, length, self.ranks, self._agree, lambda _: kinds)
+            probe = Probe(model, length, self.ranks, self._agree, self._kinds_for)
             findings = probe.run(lambda: call(_SEEDS[0]))
+            check_patterns(self.mixers, {p: way.kind for p, way in findings.mixers.items()})
             expected = call(_SEEDS[1])
             noise = call.noise(_SEEDS[1], expected) if has_16_bits(model) else 0.0
             self._bind(model, findings)
@@ -207,6 +207,10 @@ class SharedRows:
                 self._compare(model, call, expected, noise)
         _check_dropout(model, self.kinds)
         return True
+
+    def _kinds_for(self, path: str) -> Sequence[type[SharedMixer]]:
+        """Return the ways to try for a module."""
+        return kinds_for(self.mixers, path)
 
     def _bind(self, model: nn.Module, findings: Findings) -> None:
         for block in findings.blocks:
@@ -296,7 +300,10 @@ def probed_length(model: nn.Module, num_ranks: int) -> int:
     sizes |= {value for value in values if isinstance(value, int)} | {_PROBED_ROWS}
     step, most = 2 * num_ranks, getattr(config, "max_position_embeddings", None) or -1
     most = 4096 if most < 0 else most  # some configurations say -1 for any number
-    first = -(-_PROBED_TOKENS // step) * step
+    # Compressed keys need several blocks of tokens.
+    blocks = [vars(module).get("compress_rate") for module in model.modules()]
+    longest = max((size for size in blocks if isinstance(size, int)), default=0)
+    first = -(-max(_PROBED_TOKENS, 2 * longest) // step) * step
     lengths = [*range(first, 4096, step), *range(first, 0, -step)]
     found: int = next(n for n in lengths if n <= most and not {n, n // num_ranks} & sizes)
     return found

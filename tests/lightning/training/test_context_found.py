@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megatron_lightning.config import ContextOptions, RecomputeOptions
 from megatron_lightning.errors import MegatronLightningError
 from megatron_lightning.layers.shared_rows import mixers
+from megatron_lightning.layers.shared_rows.entry import shared_models
 from tests.lightning.support import Layout, layouts, make_layout, run, single
 from tests.lightning.training.test_context_transformers import (
     CP2,
@@ -208,13 +209,13 @@ class _OneRowMore(mixers.DividedRows):
 
 
 def _kinds(layout: Layout, folder: str, make: Callable[[], nn.Module]) -> list[str]:
-    from megatron_lightning.layers.shared_rows import entry
+    from megatron_lightning.layers.shared_rows import kinds
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(entry, "KINDS", (_OneRowMore, mixers.GatheredMixer))
+        patched.setattr(kinds, "KINDS", (_OneRowMore, mixers.GatheredMixer))
         module = Module(make)
         layout.trainer(folder, max_steps=1).fit(module, _loader(1))
-    [shared] = entry.shared_models(module).values()
+    [shared] = shared_models(module).values()
     return list(shared.kinds.values())
 
 
