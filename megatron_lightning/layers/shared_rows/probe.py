@@ -92,6 +92,10 @@ class Probe:
         self._paths = {module: path for path, module in model.named_modules()}
         self._items = {item for m in model.modules() if isinstance(m, nn.ModuleList) for item in m}
         self._stack: list[_Call] = []
+        self._outputs: list[Tensor] = []
+        """Outputs of blocks so far, which are a rank's part in later blocks. Alive, since ids tell
+        tensors apart.
+        """
         self._is_trying = False
         self._findings = Findings()
 
@@ -139,7 +143,8 @@ class Probe:
             values = (args, kwargs)
             hidden = hidden_states(values, Places.of(values, self._length).dims)
             if hidden is not None:
-                ids = frozenset(id(x) for _, x in tensors(values)) - {id(hidden[1])}
+                inner = {id(hidden[1])} | {id(x) for x in self._outputs}
+                ids = frozenset(id(x) for _, x in tensors(values)) - inner
                 call = _Call(module, call.path, is_block=True, from_outside=ids)
         self._stack.append(call)
 
@@ -171,6 +176,7 @@ class Probe:
         seen = {place: id(x) for place, x in tensors((args, kwargs))}
         full = {place for place, own in seen.items() if own in handed_on & call.from_outside}
         divided = Places.of((args, kwargs), self._length).without(full)
+        self._outputs += [x for _, x in tensors(output)]
         self._findings.blocks.append(Block(call.path, divided.dims, frozenset(seen)))
 
     # ------------------------------------------------------------------------------------ a module
