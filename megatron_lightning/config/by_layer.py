@@ -27,6 +27,7 @@ def layer_config(config: TransformerConfig, index: int) -> TransformerConfig:
         base, scaling = config.window_rotary_base, None
     if unrotated_layers(config)[index]:
         kind, scaling = "none", None
+    interleaved = config.rotary_interleaved and kind == "rope"
     window = config.window_size if has_window else None
     linear = _linear_frequency(config, index)
     if (window, base, scaling, kind, linear) == (
@@ -37,7 +38,7 @@ def layer_config(config: TransformerConfig, index: int) -> TransformerConfig:
     return replace(
         config, window_size=window, window_attn_skip_freq=None, rotary_base=base,
         window_rotary_base=None, rope_scaling=scaling, position_embedding_type=kind,
-        no_rope_freq=None, linear_attention_freq=linear,
+        no_rope_freq=None, rotary_interleaved=interleaved, linear_attention_freq=linear,
     )  # fmt: skip
 
 
@@ -158,8 +159,8 @@ def check_rotary(config: TransformerConfig) -> None:
                 f"{name} is {base}; rotary frequencies are its powers. Set it above 0."
             )
     kind = config.position_embedding_type
-    for name in ("rope_scaling", "window_rotary_base", "no_rope_freq"):
-        if kind != "rope" and getattr(config, name) is not None:
+    for name in ("rope_scaling", "window_rotary_base", "no_rope_freq", "rotary_interleaved"):
+        if kind != "rope" and getattr(config, name) not in (None, False):
             raise ConfigError(
                 f"{name} is set, and position_embedding_type={kind} has no rotary frequencies. "
                 "Leave it out, or set position_embedding_type to rope."
@@ -182,3 +183,11 @@ def check_rotary(config: TransformerConfig) -> None:
             "the channel of a frequency, and frequencies do not fall from channel to channel. "
             "Set rotary_base above 1."
         )
+    for name in ("short_factor", "long_factor"):
+        divisors = () if scaling is None else getattr(scaling, name) or ()
+        if divisors and len(divisors) != config.rotary_dim // 2:
+            raise ConfigError(
+                f"rope_scaling.{name} has {len(divisors)} entries, and {config.rotary_dim} rotated "
+                f"channels of a head have {config.rotary_dim // 2} frequencies. Set an entry for "
+                "each frequency."
+            )

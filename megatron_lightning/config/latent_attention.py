@@ -88,6 +88,7 @@ def check_latent_attention(config: TransformerConfig) -> None:
     unused_options = {
         "kv_channels": (None, "mla has sizes for heads, qk_head_dim and v_head_dim"),
         "rotary_percent": (1.0, "mla.qk_pos_emb_head_dim channels of a head are rotated"),
+        "rotary_interleaved": (False, "neighboring channels are rotated in any case"),
         "add_qkv_bias": (False, "there is no linear_qkv"),
         "qk_layernorm_per_head": (True, "latents are not divided into heads"),
         "attention_output_gate": (False, "latent attention has no gates in any model so far"),

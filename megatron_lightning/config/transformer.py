@@ -110,8 +110,11 @@ class TransformerConfig:
     """Base of the rotary frequencies (theta)."""
     rotary_percent: float = 1.0
     """Rotated part of each head."""
+    rotary_interleaved: bool = False
+    """Rotate pairs of neighboring channels 2i and 2i + 1 (GPT-J, GLM) instead of i and i + half of
+    the rotated channels."""
     rope_scaling: RopeScaling | None = None
-    """Rotary frequencies for longer sequences (Llama 3.1, YaRN). None: frequencies of
+    """Rotary frequencies for longer sequences (Llama 3.1, YaRN, LongRoPE). None: frequencies of
     rotary_base."""
     window_rotary_base: float | None = None
     """Base of the rotary frequencies in layers with a sliding window, without rope_scaling (Gemma
@@ -398,6 +401,15 @@ class TransformerConfig:
         if self.mla is not None:
             return self.mla.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def longest_short_document(self) -> int | None:
+        """Most tokens of a document before all its rotary frequencies are others (LongRoPE). None:
+        frequencies do not depend on the document.
+        """
+        scaling = self.rope_scaling
+        is_long = scaling is not None and scaling.rope_type == "longrope"
+        return scaling.original_length if scaling is not None and is_long else None
 
     @property
     def gated(self) -> bool:

@@ -19,7 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.config import TransformerConfig
-from megatron_lightning.layers.attention.sequence_info import Documents, SequenceInfo
+from megatron_lightning.layers.attention.sequence_info import (
+    Documents,
+    SequenceInfo,
+    document_lengths,
+)
 from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.losses.linear_loss import OutputLinear, token_losses
 from megatron_lightning.layers.losses.loss import CrossEntropy, capped
@@ -175,6 +179,7 @@ class GPTModel(nn.Module):
         *,
         routes: Tensor | Routes | None = None,
         padding: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """Predict the next token of every position.
 
@@ -191,6 +196,8 @@ class GPTModel(nn.Module):
                 negative entry leaves the choice to the router. None: routers choose.
             padding: [b, s] whether a token is padding, which layers of experts compute and do not
                 count. None: no token is.
+            lengths: [b or 1, s or 1] length of each token's document, which LongRoPE chooses
+                frequencies by. None: as documents, positions and padding of full rows say.
 
         Returns:
             Logits [b, s, v], or with a cache [1, k, v] for the cache's requested tokens. With
@@ -207,10 +214,12 @@ class GPTModel(nn.Module):
         if isinstance(routes, Tensor):
             num_layers = self.config.num_expert_layers
             routes = GivenRoutes.of(routes, tokens, self.config.moe, num_layers)
+        if lengths is None and self.config.longest_short_document is not None:
+            lengths = document_lengths(tokens, position_ids, documents, padding, cache)
         # One object takes positions, documents, cache, routes and padding to every layer, since a
         # layer's call has room for nothing else under a pipeline.
         sequence = SequenceInfo(
-            position_ids, documents=documents, cache=cache, routes=routes, padding=padding
+            position_ids, lengths, documents=documents, cache=cache, routes=routes, padding=padding
         )
         hidden = self.decoder(hidden, sequence)
         if cache is not None:
@@ -309,7 +318,8 @@ class GPTModel(nn.Module):
         ahead = self._embedded_positions(tokens, position_ids)
         if ahead is not None:
             ahead = (ahead + depth).clamp(max=self.config.max_sequence_length - 1)
-        sequence = SequenceInfo(position_ids, cache=cache)
+        lengths = document_lengths(tokens, position_ids, None, None, cache)
+        sequence = SequenceInfo(position_ids, lengths, cache=cache)
         layers: Any = self.mtp.layers if self.mtp is not None else {}
         hidden = layers[str(depth - 1)](hidden, tokens, ahead, sequence)
         return hidden, self._logits_of(hidden, tokens.shape[1], kept)

@@ -110,8 +110,10 @@ class GPTLightningModule(FolderModule):
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         """Return the optional inputs of ``forward`` in a batch."""
-        is_counted = self.config.moe is not None and "padding" in batch
-        return super()._inputs(batch) | ({"padding": batch["padding"]} if is_counted else {})
+        config = self.config
+        reads_padding = config.moe is not None or config.longest_short_document is not None
+        given = {"padding": batch["padding"]} if reads_padding and "padding" in batch else {}
+        return super()._inputs(batch) | given
 
     def forward(
         self,

@@ -89,6 +89,19 @@ class Documents:
         part = part or SequencePart()
         return part.split(torch.stack([_restarting(row) for row in self.boundaries]), 1).to(device)
 
+    def lengths(
+        self, part: SequencePart | None = None, device: torch.device | None = None
+    ) -> Tensor:
+        """Return the lengths of the positions' documents [b, s], or only for the positions in
+        ``part``.
+        """
+        part = part or SequencePart()
+        rows = [
+            torch.cat([torch.full((stop - start,), stop - start) for start, stop in pairwise(row)])
+            for row in self.boundaries
+        ]
+        return part.split(torch.stack(rows), 1).to(device)
+
     def ends(self, part: SequencePart | None = None, device: torch.device | None = None) -> Tensor:
         """Return whether a position is the last of the position's document [b, s], or only for the
         positions in ``part``.
@@ -102,3 +115,16 @@ class Documents:
 
 def _restarting(boundaries: Sequence[int]) -> Tensor:
     return torch.cat([torch.arange(stop - start) for start, stop in pairwise(boundaries)])
+
+
+def row_lengths(position_ids: Tensor, padding: Tensor | None) -> Tensor:
+    """Return the number of positions [b or 1, 1] up to each row's largest one, without padding.
+
+    Args:
+        position_ids: [b or 1, s] of full rows.
+        padding: [b, s] whether a token is padding. None: no token is.
+    """
+    ends = position_ids + 1
+    if padding is not None:
+        ends = ends.masked_fill(padding, 0)
+    return ends.amax(1, keepdim=True)

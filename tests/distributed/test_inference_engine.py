@@ -21,6 +21,7 @@ from megatron_lightning.config import (
     LatentAttentionConfig,
     MambaConfig,
     MoEConfig,
+    RopeScaling,
     TransformerConfig,
 )
 from megatron_lightning.errors import ConfigError
@@ -79,6 +80,17 @@ CONFIGS = {
         share_embeddings_and_output_weights=True,
         attention_softmax_in_fp32=True,
     ),
+    "long": tiny_config(
+        **SIZES,
+        rotary_interleaved=True,
+        rope_scaling=RopeScaling(
+            rope_type="longrope",
+            factor=4.0,
+            original_max_position_embeddings=20,
+            short_factor=(1.0, 1.1, 1.3, 1.4),
+            long_factor=(1.2, 2.0, 3.5, 5.0),
+        ),
+    ),
     "states": tiny_config(
         **SIZES,
         layer_pattern="M*M-",
@@ -128,7 +140,8 @@ def uncached(model: GPTModel, sampling: Sampling, prompts: Any = PROMPTS) -> lis
 
     @torch.inference_mode()
     def logits(tokens: Tensor, last: Tensor) -> Tensor:
-        return model(tokens)[torch.arange(len(tokens)), last]
+        padding = torch.arange(tokens.shape[1]) > last[:, None]
+        return model(tokens, padding=padding)[torch.arange(len(tokens)), last]
 
     longest = model.config.max_sequence_length
     texts = sample(logits, prompts, sampling, max_sequence_length=longest)
@@ -220,7 +233,7 @@ def test_two_ranks_give_the_same_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [tuple(CONFIGS)[:3], tuple(CONFIGS)[3:]])
+@pytest.mark.parametrize("names", [tuple(CONFIGS)[:4], tuple(CONFIGS)[4:7], tuple(CONFIGS)[7:]])
 def test_all_models_on_two_ranks(names: tuple[str, ...], tmp_path: Path) -> None:
     ranks = run_ranks(2, found_texts, saved(tmp_path, names), LAYOUTS, SMALL, timeout_s=110)
     check_ranks(ranks, names)

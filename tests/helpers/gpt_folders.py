@@ -31,6 +31,10 @@ _YARN = {
     "original_max_position_embeddings": 8, "truncate": False, "attention_factor": 1.3,
 }  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 300.0}
+_LONG = {
+    "rope_type": "longrope", "rope_theta": 300.0, "short_factor": [1.0, 1.1, 1.3, 1.4],
+    "long_factor": [1.2, 2.0, 3.5, 5.0], "factor": 6.0, "original_max_position_embeddings": 8,
+}  # fmt: skip
 _SHARP = {
     "rope_type": "yarn", "rope_theta": 700.0, "factor": 8.0, "beta_fast": 0.3, "beta_slow": 0.02,
     "original_max_position_embeddings": 8, "mscale": 0.7, "mscale_all_dim": 1.5, "truncate": False,
@@ -68,6 +72,20 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 12, "rope_parameters": _ROPE}),
     "phi3": ("Phi3", {
         "sliding_window": 5, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
+    }),
+    "phi3-long": ("Phi3", {
+        "original_max_position_embeddings": 8, "rope_parameters": _LONG,
+    }),
+    "glm": ("Glm", {
+        "head_dim": 12, "attention_bias": True,
+        "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
+    }),
+    "glm4": ("Glm4", {
+        "head_dim": 8, "attention_bias": False,
+        "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
+    }),
+    "ernie4-5": ("Ernie4_5", _TIED | {
+        "head_dim": 12, "use_bias": True, "rope_parameters": _ROPE,
     }),
     "gpt2": ("GPT2", _GPT2),
     "mixtral": ("Mixtral", {

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from megatron_lightning.bridge.families.deepseek import DeepseekV2, DeepseekV3
 from megatron_lightning.bridge.families.exaone4 import Exaone4
 from megatron_lightning.bridge.families.gemma import Gemma, Gemma2, Gemma3, VaultGemma
-from megatron_lightning.bridge.families.glm_moe import Dots1, Glm4Moe
+from megatron_lightning.bridge.families.glm import Dots1, Ernie4_5, Glm, Glm4, Glm4Moe
 from megatron_lightning.bridge.families.gpt2 import GPT2
 from megatron_lightning.bridge.families.gpt_oss import GptOss
 from megatron_lightning.bridge.families.granite import Granite, GraniteMoe
@@ -36,7 +36,7 @@ _ALL: tuple[type[Family], ...] = (
     DeepseekV3, Granite, Olmo2, Gemma,
     Gemma2, Gemma3, GptOss, SmolLM3,
     Olmo3, Ministral, Cwm, Exaone4, SeedOss, Arcee, Nemotron, Starcoder2, GraniteMoe, VaultGemma,
-    Glm4Moe, Dots1, Mamba2, NemotronH, Qwen3Next,
+    Glm4Moe, Dots1, Mamba2, NemotronH, Qwen3Next, Glm, Glm4, Ernie4_5,
 )  # fmt: skip
 FAMILIES: Mapping[str, type[Family]] = MappingProxyType(
     {family.__name__.lower(): family for family in _ALL}

@@ -14,6 +14,8 @@ from megatron_lightning.bridge.family_rules.settings import (
 )
 from megatron_lightning.config.rope_scaling import RopeType
 
+_LONGROPE = ("short_factor", "long_factor")
+
 
 @dataclass(frozen=True)
 class Window(Row):
@@ -126,6 +128,8 @@ class Rope(Row):
             return ours
         if kind not in get_args(RopeType):
             raise UnsupportedSettingError({"rope_parameters.rope_type": kind})
+        if kind == "longrope":
+            return ours | _longrope_ours(rope, theirs)
         ours |= {"rope_scaling.rope_type": kind, "rope_scaling.factor": float(rope["factor"])}
         if kind == "linear":
             return ours
@@ -151,6 +155,7 @@ class Rope(Row):
             names += ["low_freq_factor", "high_freq_factor"] if kind == "llama3" else []
             rope |= {name: scaling[name] for name in names}
             rope |= _yarn_theirs(scaling) if kind == "yarn" else {}
+            rope |= _longrope_theirs(scaling) if kind == "longrope" else {}
         length = rope.get("original_max_position_embeddings")
         key = {} if self.original is None or length is None else {self.original: length}
         if self.by_window:
@@ -192,4 +197,27 @@ def _yarn_theirs(scaling: Values) -> Values:
         log = 0.1 * math.log(scaling["factor"])
         keys["attention_factor"] = (mscale * log + 1.0) / (all_dim * log + 1.0)
         keys |= {"mscale_all_dim": all_dim} if all_dim else {}
+    return keys
+
+
+def _longrope_ours(rope: Values, theirs: Settings) -> Values:
+    """Return the fields of LongRoPE."""
+    original = rope["original_max_position_embeddings"]
+    factor = rope.get("factor") or theirs["max_position_embeddings"] / original
+    ours: Values = {
+        "rope_type": "longrope",
+        "factor": max(1.0, float(factor)),
+        "original_max_position_embeddings": original,
+        **{name: tuple(map(float, rope[name])) for name in _LONGROPE},
+    }
+    if rope.get("attention_factor") is not None:
+        ours["attention_factor"] = float(rope["attention_factor"])
+    return {f"rope_scaling.{name}": value for name, value in ours.items()}
+
+
+def _longrope_theirs(scaling: Values) -> Values:
+    """Return the keys of LongRoPE only."""
+    keys: Values = {name: list(scaling[name]) for name in _LONGROPE}
+    if scaling["attention_factor"] is not None:
+        keys["attention_factor"] = scaling["attention_factor"]
     return keys

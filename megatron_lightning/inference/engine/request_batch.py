@@ -43,7 +43,8 @@ class Request:
     """A text in progress.
 
     The model's input is limited: behind ``longest`` tokens the text is continued from the last
-    ``longest`` tokens, computed anew each time.
+    ``longest`` tokens, computed anew each time. A text that grows behind ``longest_short`` tokens
+    is computed anew once.
     """
 
     tokens: list[int]
@@ -54,6 +55,9 @@ class Request:
     the layout."""
     longest: int
     """Most input tokens of the model."""
+    longest_short: int | None = None
+    """Most input tokens before keys of all tokens are others (LongRoPE). None: there is no such
+    number."""
     stops: frozenset[int] = frozenset()
     """End tokens of the text. The text does not include an end token."""
     ends: Ends | None = None
@@ -113,7 +117,15 @@ class Request:
         if self.num_scored:
             return 0
         num_missing = self.prompt_length + self.sampling.max_new_tokens - len(self.tokens)
-        return max(0, min(len(self.drafts), num_missing - 1, self.longest - self.num_inputs))
+        longest = self.longest
+        if self.longest_short is not None and not self.is_long:
+            longest = self.longest_short  # tokens before refused drafts would have other keys
+        return max(0, min(len(self.drafts), num_missing - 1, longest - self.num_inputs))
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the text is longer than ``longest_short``."""
+        return self.longest_short is not None and self.num_inputs > self.longest_short
 
     @property
     def is_behind(self) -> bool:
@@ -165,8 +177,11 @@ class Request:
             self.end = (token, self.logprobs.pop())
             self.reason = "stop"
             return
+        was_long = self.is_long
         self.best.append((token, best_logprob))
         self.tokens.append(token)
+        if self.is_long != was_long:
+            self.done = 0  # the keys of all tokens are others now
         if self.ends is not None and self.ends(self.tokens):
             self.reason = "stop"
         elif len(self.tokens) - self.prompt_length == self.sampling.max_new_tokens:

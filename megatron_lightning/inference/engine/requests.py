@@ -30,6 +30,8 @@ class RequestMaker:
 
     longest: int
     """Most input tokens of the model."""
+    longest_short: int | None = None
+    """Most input tokens before keys of all tokens are others. None: there is no such number."""
     stops: frozenset[int] = frozenset()
     """Token ids at the end of a text."""
     decode: Decode | None = None
@@ -72,6 +74,7 @@ class RequestMaker:
             sampling,
             torch.Generator().manual_seed(sampling.seed if seed is None else seed),
             self.longest,
+            self.longest_short,
             self.stops,
             self._ends(sampling.stop, len(prompt)) if sampling.stop else None,
             num_scored,

@@ -212,6 +212,8 @@ class Scheduler:
             return None, 0
         if leader.offset or request.offset:
             return None, 0  # other first tokens
+        if leader.is_long != request.is_long:
+            return None, 0  # other keys of the same tokens
         if leader.done < shared and not any(leader in group for group in self._running):
             return None, 0  # the leader has given way
         if self.allocator.has_states and leader.done > shared:

@@ -75,7 +75,8 @@ class Steps:
             else:
                 slots.append(own_keys[first:])
             state_row = self._allocator.row(request)
-            spans.append(Span(start, portion.count, own_keys, end, state_row))
+            num_known = max(end, request.num_inputs)
+            spans.append(Span(start, portion.count, own_keys, end, state_row, num_known))
         # Padded to few different lengths, and to equal shards: every length is a signature of
         # messages.
         padding = _padded(len(tokens), self._multiple, self._device) - len(tokens)

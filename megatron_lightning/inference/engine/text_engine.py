@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.assembly.part import Part, describe_part
 from megatron_lightning.assembly.stage_runner import StageRunner
+from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine.engine_options import EngineOptions
 from megatron_lightning.inference.engine.expert_routes import RouteRecorder, check_recorded
@@ -76,7 +77,12 @@ class Engine(TextModel):
         super().__init__(
             model,
             context,
-            RequestMaker(longest=longest, stops=frozenset(stops), decode=decode),
+            RequestMaker(
+                longest=longest,
+                longest_short=_longest_short(model),
+                stops=frozenset(stops),
+                decode=decode,
+            ),
             uses_inference_mode=part.units is None,
             forward_context=forward_context,
             prepare=prepare,
@@ -291,3 +297,9 @@ class Engine(TextModel):
 
 def _device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _longest_short(model: nn.Module) -> int | None:
+    """Return the most tokens of a text before the keys of all its tokens are others."""
+    config = getattr(model, "config", None)
+    return config.longest_short_document if isinstance(config, TransformerConfig) else None

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from megatron_lightning.config import LatentAttentionConfig, TransformerConfig
 from megatron_lightning.layers.attention.rotary import RotaryEmbedding, apply_rotary, score_factor
 from megatron_lightning.layers.attention.self_attention import build_core
-from megatron_lightning.layers.attention.sequence_info import SequenceInfo
+from megatron_lightning.layers.attention.sequence_info import SequenceInfo, rotary_places
 from megatron_lightning.layers.linear.gemm import by_heads
 from megatron_lightning.layers.norm import build_norm
 
@@ -82,7 +82,6 @@ class LatentAttention(nn.Module):
         is_plain = not any(True for _ in self.linear_kv_up_proj.children())
         if sequence is not None and sequence.cache is not None and is_plain:
             return self._forward_cached(hidden, sequence)
-        positions = None if sequence is None else sequence.position_ids
         # d: parts without positions, r: rotated parts. Keys have one rotated part for all heads.
         q_sbnd, q_sbnr = torch.split(
             self._queries(hidden), [mla.qk_head_dim, mla.qk_pos_emb_head_dim], -1
@@ -94,7 +93,7 @@ class LatentAttention(nn.Module):
         heads = self.linear_kv_up_proj(self.kv_layernorm(latent))
         heads = heads.unflatten(-1, (-1, mla.qk_head_dim + mla.v_head_dim))
         k_sbnd, v_sbne = torch.split(heads, [mla.qk_head_dim, mla.v_head_dim], -1)
-        cosines, sines = self.rotary(q_sbnd.shape[0], q_sbnd, positions)
+        cosines, sines = self.rotary(q_sbnd.shape[0], q_sbnd, *rotary_places(sequence))
         q_sbnr = apply_rotary(q_sbnr, cosines, sines, interleaved=True)
         key_sbr = apply_rotary(self.shared_key(key_sbr), cosines, sines, interleaved=True)
         k_sbnr = key_sbr.unsqueeze(2).expand_as(q_sbnr)
@@ -122,7 +121,7 @@ class LatentAttention(nn.Module):
         latent, key_sbr = torch.split(
             self.linear_kv_down_proj(hidden), [mla.kv_lora_rank, mla.qk_pos_emb_head_dim], -1
         )
-        cosines, sines = self.rotary(q_sbnd.shape[0], q_sbnd, sequence.position_ids)
+        cosines, sines = self.rotary(q_sbnd.shape[0], q_sbnd, *rotary_places(sequence))
         q_sbnr = apply_rotary(q_sbnr, cosines, sines, interleaved=True)
         key_sbr = apply_rotary(self.shared_key(key_sbr), cosines, sines, interleaved=True)
         latent = self.kv_layernorm(latent)

@@ -1,7 +1,7 @@
 """Rotary position embedding (https://arxiv.org/abs/2104.09864), of the two halves of a head or of
 neighboring channels, with frequencies scaled for longer sequences as in Llama 3
-(https://arxiv.org/abs/2407.21783), by YaRN (https://arxiv.org/abs/2309.00071, section 3), or all by
-a factor (https://arxiv.org/abs/2306.15595).
+(https://arxiv.org/abs/2407.21783), by YaRN (https://arxiv.org/abs/2309.00071, section 3), all by a
+factor (https://arxiv.org/abs/2306.15595), or by LongRoPE (https://arxiv.org/abs/2402.13753).
 
 Shapes: ``s`` sequence, ``b`` batch, ``r`` rotated channels of a head (``rotary_dim``).
 """
@@ -22,12 +22,20 @@ def inverse_frequencies(
     base: float,
     scaling: RopeScaling | None = None,
     device: torch.device | None = None,
+    *,
+    is_long: bool = False,
 ) -> Tensor:
-    """Return the angles [r/2] that rotate the channels per position, in fp32."""
+    """Return the angles [r/2] that rotate the channels per position, in fp32.
+
+    ``is_long``: of documents longer than the pretraining's, which LongRoPE alone distinguishes.
+    """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
     frequencies = 1.0 / base**exponents
     if scaling is None:
         return frequencies
+    if scaling.rope_type == "longrope":
+        divisors = scaling.long_factor if is_long else scaling.short_factor
+        return 1.0 / (torch.tensor(divisors, device=device) * base**exponents)
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor
     if scaling.rope_type == "llama3":
@@ -65,14 +73,6 @@ def _kept_by_channel(
     return 1.0 - ((channels - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
 
 
-def concentration_factor(scaling: RopeScaling | None) -> float:
-    """Return YaRN's factor of cosines and sines that sharpens attention (section 3.4)."""
-    if scaling is None or scaling.rope_type != "yarn":
-        return 1.0
-    log = 0.1 * math.log(scaling.factor)
-    return (scaling.mscale * log + 1.0) / (scaling.mscale_all_dim * log + 1.0)
-
-
 def score_factor(scaling: RopeScaling | None) -> float:
     """Return YaRN's score factor for latent attention.
 
@@ -102,18 +102,25 @@ class RotaryEmbedding(nn.Module):
         self._last: tuple[tuple[object, ...], tuple[Tensor, Tensor]] | None = None
 
     def forward(
-        self, length: int, like: Tensor, position_ids: Tensor | None = None
+        self,
+        length: int,
+        like: Tensor,
+        position_ids: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return cosines and sines with the dtype and device of ``like``, each [s, b or 1, r/2].
 
         The positions are 0 to ``length`` - 1, or ``position_ids`` [b, s] for packed or shifted
-        sequences.
+        sequences. ``lengths`` [b or 1, s or 1] are the lengths of the tokens' documents, read by
+        LongRoPE. None: ``length``.
         """
-        if position_ids is not None:
-            return self._table(position_ids.t(), like)
+        if position_ids is not None or lengths is not None:
+            if position_ids is None:
+                position_ids = torch.arange(length, device=like.device)[None]
+            return self._table(position_ids.t(), like, length if lengths is None else lengths.t())
         # A recomputed layer would find a cached table, and trace another graph.
         if torch.compiler.is_compiling():
-            return self._table(torch.arange(length, device=like.device)[:, None], like)
+            return self._table(torch.arange(length, device=like.device)[:, None], like, length)
         key = (length, like.device, like.dtype)
         if self._last is None or self._last[0] != key:
             # Lightning validates in inference mode. A table made in inference mode could not be
@@ -121,15 +128,30 @@ class RotaryEmbedding(nn.Module):
             with torch.inference_mode(False):
                 self._last = (
                     key,
-                    self._table(torch.arange(length, device=like.device)[:, None], like),
+                    self._table(torch.arange(length, device=like.device)[:, None], like, length),
                 )
         return self._last[1]
 
-    def _table(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        frequencies = inverse_frequencies(self.rotary_dim, self.base, self.scaling, like.device)
-        angles = positions.float()[..., None] * frequencies
-        factor = concentration_factor(self.scaling)
+    def _table(
+        self, positions: Tensor, like: Tensor, lengths: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of positions [s, b or 1] in documents of ``lengths``."""
+        angles = positions.float()[..., None] * self._frequencies(lengths, like.device)
+        factor = 1.0 if self.scaling is None else self.scaling.sharpness
         return (angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)
+
+    def _frequencies(self, lengths: Tensor | int, device: torch.device) -> Tensor:
+        """Return the frequencies [r/2], or with lengths as a tensor [..., r/2]."""
+        scaling, is_long = self.scaling, False
+        if scaling is not None and scaling.rope_type == "longrope":
+            if isinstance(lengths, Tensor):
+                short, long = (
+                    inverse_frequencies(self.rotary_dim, self.base, scaling, device, is_long=kind)
+                    for kind in (False, True)
+                )
+                return torch.where((lengths > scaling.original_length)[..., None], long, short)
+            is_long = lengths > scaling.original_length
+        return inverse_frequencies(self.rotary_dim, self.base, scaling, device, is_long=is_long)
 
 
 def _sequence_dim(x: Tensor) -> int:

@@ -22,7 +22,7 @@ from megatron_lightning.layers.attention.rotary import (
     apply_rotary,
     attention_layout,
 )
-from megatron_lightning.layers.attention.sequence_info import SequenceInfo
+from megatron_lightning.layers.attention.sequence_info import SequenceInfo, rotary_places
 from megatron_lightning.layers.attention.sequence_mixer import SequenceMixer
 from megatron_lightning.layers.context.backends import ContextBackend
 from megatron_lightning.layers.context.local import LocalAttention
@@ -293,6 +293,7 @@ class SelfAttention(nn.Module):
         self.k_layernorm = build_norm(config, k_size) if k_size else None
         self.norms_heads_alone = config.qk_layernorm_per_head
         self.rotary = rotary
+        self.is_interleaved = config.rotary_interleaved
         self.core_attention = build_core(config)
         projected = config.num_attention_heads * config.head_dim
         self.linear_proj = nn.Linear(projected, config.hidden_size, bias=config.add_bias_linear)
@@ -307,13 +308,12 @@ class SelfAttention(nn.Module):
             ConfigError: If ranks share the sequence, and no positions are passed.
         """
         self.core_attention.check_positions(sequence)
-        positions = None if sequence is None else sequence.position_ids
         q, *gates, k, v = self._projected(hidden)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self._normalized(q, self.q_layernorm), self._normalized(k, self.k_layernorm)
         if self.rotary is not None:
-            cosines, sines = self.rotary(q.shape[0], q, positions)
-            q, k = apply_rotary(q, cosines, sines), apply_rotary(k, cosines, sines)
+            table = self.rotary(q.shape[0], q, *rotary_places(sequence))
+            q, k = (apply_rotary(x, *table, interleaved=self.is_interleaved) for x in (q, k))
             if self.q_layernorm is None:  # a norm keeps the projection's output in any case
                 v = attention_layout(v)
         q, k, v = (x.flatten(2, 3) for x in (q, k, v))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.moe.routes import Routes
 from megatron_lightning.layers.state.key_cache import CacheStep
-from megatron_lightning.parallel.documents import Documents
+from megatron_lightning.parallel.documents import Documents, row_lengths
 
-__all__ = ["Documents", "SequenceInfo"]
+__all__ = ["Documents", "SequenceInfo", "document_lengths", "rotary_places"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,9 @@ class SequenceInfo:
 
     position_ids: Tensor | None = None
     """[b or 1, s] positions of the queries. None: 0 to s-1."""
+    lengths: Tensor | None = None
+    """[b or 1, s or 1] length of each token's document, without padding, for rotary frequencies
+    that depend on it. None: s."""
     causal: bool = True
     """Whether a query sees the keys of no later position."""
     window: int | None = None
@@ -64,3 +68,27 @@ class SequenceInfo:
         positions.
         """
         return self.window is None and self.documents is None
+
+
+def rotary_places(sequence: SequenceInfo | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the positions, and the lengths of the documents, as a rotary embedding takes them."""
+    return (None, None) if sequence is None else (sequence.position_ids, sequence.lengths)
+
+
+def document_lengths(
+    tokens: Tensor,
+    position_ids: Tensor | None,
+    documents: Documents | None,
+    padding: Tensor | None,
+    cache: CacheStep | None,
+) -> Tensor | None:
+    """Return :attr:`SequenceInfo.lengths` of full rows of tokens [b, s], or of a step's tokens."""
+    if cache is not None:
+        return cache.lengths(tokens.shape[1], tokens.device)
+    if documents is not None:
+        return documents.lengths(device=tokens.device)
+    if position_ids is None and padding is None:
+        return None
+    if position_ids is None:
+        position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    return row_lengths(position_ids, padding)

@@ -46,6 +46,8 @@ class Span(NamedTuple):
     """Number of these slots."""
     row: int = 0
     """Row of the request's states, in layers that carry a state."""
+    num_known: int = 0
+    """Number of the request's known tokens, also of later steps. 0: ``num_keys``."""
 
     @property
     def begins(self) -> bool:
@@ -227,6 +229,13 @@ class CacheStep:
     row_copies: Sequence[tuple[int, int]] = ()
     """Rows of states to copy to other rows before anything is read."""
 
+    def lengths(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Return the length of each token's request [1, T], with tokens of later steps."""
+        lengths = torch.zeros(num_tokens, dtype=torch.int64)
+        for span in self.spans:
+            lengths[span.first : span.first + span.length] = span.num_known or span.num_keys
+        return lengths[None].to(device)
+
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor | None, form: AttentionForm
     ) -> Tensor:
@@ -254,7 +263,7 @@ class CacheStep:
 def _by_spans(step: CacheStep, store: KeyStore, q: Tensor, form: AttentionForm) -> Tensor:
     """Return contexts of queries [T, n, d], request by request."""
     contexts = []
-    for first, count, slots, num_keys, _ in step.spans:
+    for first, count, slots, num_keys, *_ in step.spans:
         hidden = 0  # keys invisible to every query of the span
         if form.window is not None:
             hidden = max(0, num_keys - count - form.window)

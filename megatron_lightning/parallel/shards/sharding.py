@@ -154,6 +154,9 @@ class ShardingPlan:
     """Keyword of the model for the document numbers of tokens [b, s]. On a rank with a part of the
     sequence, the model receives :class:`~megatron_lightning.layers.Documents` instead.
     ``SequenceInfo`` has a field for ``Documents``. None: no such keyword."""
+    lengths: str | None = None
+    """Keyword of the model for the lengths of the tokens' documents [b or 1, s or 1], passed on a
+    rank with a part of the sequence. None: the model does not depend on them."""
     packed_positions: bool = False
     """Whether a document begins where positions do not go on by 1, as in ``transformers``, so that
     the model receives ``documents`` derived from the positions."""
@@ -197,6 +200,7 @@ class ShardingPlan:
             attributes=_first(other.attributes, self.attributes),
             positions=self.positions if other.positions is None else other.positions,
             documents=self.documents if other.documents is None else other.documents,
+            lengths=self.lengths if other.lengths is None else other.lengths,
             packed_positions=self.packed_positions or other.packed_positions,
             shards_output=self.shards_output or other.shards_output,
             why_full_sequence=self.why_full_sequence or other.why_full_sequence,

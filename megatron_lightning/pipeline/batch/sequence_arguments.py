@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.documents import Documents
+from megatron_lightning.parallel.documents import Documents, row_lengths
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.parallel.sequence_exchange import gather_parts
@@ -54,7 +54,21 @@ class SequenceArguments:
                 if documents is None
                 else documents.positions(self._part, self._device)
             )
+        if plan.lengths and given.get(plan.lengths) is None:
+            replaced[plan.lengths] = self._lengths(given, documents)
         return replaced
+
+    def _lengths(self, given: Mapping[str, Any], documents: Documents | None) -> Tensor:
+        """Return the lengths of the documents [b or 1, s or 1] of this rank's tokens."""
+        if documents is not None:
+            return documents.lengths(self._part, self._device)
+        positions, padding = (
+            None if given.get(name) is None else self._full(name, given[name])
+            for name in (self._plan.positions or "", "padding")
+        )
+        if positions is None:
+            positions = torch.arange(self._length, device=self._device)[None]
+        return row_lengths(positions, padding)
 
     def _documents(self, given: Mapping[str, Any]) -> Documents | None:
         """Return the documents of the full rows. None: the call names no documents."""

@@ -110,7 +110,7 @@ def test_every_field_that_a_row_says_decides_the_logits(
     settings = Settings(bridge.config.to_dict())
     said = {key: v for row in bridge.family.settings for key, v in row.read(settings).items()}
     assert build_config(said) == bridge.to_config()
-    unused = {"max_sequence_length"}
+    unused = {"max_sequence_length", "rope_scaling.short_factor"}  # of shorter rows
     if "attention" not in bridge.to_config().layer_kinds and bridge.to_config().hybrid:
         unused |= {"num_attention_heads", "position_embedding_type"}
     for field in said.keys() - TRAINING - unused:
@@ -143,7 +143,10 @@ def _other(field: str, said: dict[str, Any]) -> Any:
         "position_embedding_type": {"learned_absolute": "rope", "none": "rope"},
         "norm_placement": {"post": "sandwich", "sandwich": "pre"},
         "moe.router_score_function": {"sigmoid": "sqrtsoftplus"},
-        "rope_scaling.rope_type": {"llama3": "yarn", "yarn": "llama3", "linear": "llama3"},
+        "rope_scaling.rope_type": {
+            "llama3": "yarn", "yarn": "llama3", "linear": "llama3",
+            "longrope": "yarn",
+        },
     }  # fmt: skip
     if field in words:
         return words[field][value]
@@ -355,17 +358,8 @@ def _copy(folders: dict[str, Path], name: str, parent: Path, **settings: Any) ->
         ),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),
         ("llama", {"architectures": ["OPTForCausalLM"]}, "architectures.*OPTFor.*has rules"),
-        # A parallel block, and interleaved rotary positions.
+        # A parallel block, and norms without a bias.
         ("llama", {"architectures": ["CohereForCausalLM"]}, "architectures.*Cohere.*has rules"),
-        ("llama", {"architectures": ["Glm4ForCausalLM"]}, "architectures.*Glm4.*has rules"),
-        (
-            "phi3",
-            {"rope_parameters": {
-                "rope_type": "longrope", "rope_theta": 300.0, "short_factor": [1.0] * 4,
-                "long_factor": [2.0] * 4, "original_max_position_embeddings": 8,
-            }},
-            "rope_parameters.rope_type='longrope'",
-        ),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5"),
         ("gpt-oss", {"attention_bias": False}, "attention_bias=False"),

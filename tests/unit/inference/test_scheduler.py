@@ -18,7 +18,10 @@ Result = tuple[float, float, float]
 
 
 class Run:
-    """A run of random requests, with a cache of (token, place) in place of keys."""
+    """A run of random requests, with a cache of (token, place) in place of keys.
+
+    Keys of a longer text are others, as LongRoPE's.
+    """
 
     def __init__(self, seed: int, storage: str, events: Counter[str]) -> None:
         self.random, self.events = random.Random(seed), events
@@ -40,7 +43,8 @@ class Run:
             max_requests=draw.choice([2, 4, 5]),
             num_drafts=self.num_drafts,
         )
-        self.keys: dict[int, tuple[int, int]] = {}
+        self.longest_short = draw.choice([None, None, 4, 7])
+        self.keys: dict[int, tuple[int, int, bool]] = {}
         self.states: dict[int, list[int]] = {}
         """Row -> tokens read so far."""
         self.requests = [request for _ in range(draw.randint(1, 4)) for request in self.made()]
@@ -50,7 +54,10 @@ class Run:
 
     def made(self) -> list[Request]:
         """Return scores after few contexts, or samples of few prompts."""
-        draw, maker = self.random, RequestMaker(longest=self.longest, stops=frozenset([STOP]))
+        draw = self.random
+        maker = RequestMaker(
+            longest=self.longest, longest_short=self.longest_short, stops=frozenset([STOP])
+        )
         prompts = [self.tokens(self.longest + 3) for _ in range(2)]
         if draw.random() < 0.5:
             contexts = [draw.choice(prompts) for _ in range(draw.randint(1, 5))]
@@ -95,17 +102,26 @@ class Run:
             self.events["slides"] += portion.first == 0 and portion.request.offset > 0
             slots = self.allocator.slots(portion.request, portion.first, portion.end).tolist()
             places = range(portion.first, portion.end)
+            is_long = self.is_long(portion)
+            self.events["long"] += is_long and not portion.first
             self.keys.update(
-                (slot, (text[place], place)) for slot, place in zip(slots, places, strict=True)
+                (slot, (text[place], place, is_long))
+                for slot, place in zip(slots, places, strict=True)
             )
         for portion, text in zip(batch.portions, texts, strict=True):
             slots = self.allocator.slots(portion.request, 0, portion.end).tolist()
             read = [self.keys[slot] for slot in slots]
-            assert read == [(token, place) for place, token in enumerate(text)]
+            is_long = self.is_long(portion)
+            assert read == [(token, place, is_long) for place, token in enumerate(text)]
             row = self.allocator.row(portion.request)
             if portion.first and self.allocator.has_states:
                 assert self.states[row] == text[: portion.first]
             self.states[row] = text
+
+    def is_long(self, portion: Portion) -> bool:
+        """Return whether the text with its drafts has the keys of longer texts."""
+        length = max(portion.end, portion.request.num_inputs)
+        return self.longest_short is not None and length > self.longest_short
 
     def finish(self, batch: Batch) -> None:
         results, drafts = list[Result](), list[list[int]]()
@@ -152,4 +168,5 @@ def test_steps_read_the_keys_of_their_texts(storage: str, monkeypatch: pytest.Mo
         # All slots are free: a text of any length fits again.
         assert run.allocator.reserve("next", run.allocator.capacity, run.allocator.capacity)
     assert events["copies"] > 20 and events["state copies"] > 20 and events["slides"] > 100
+    assert events["long"] > 100
     assert (events["pauses"] > 20) == (storage == "pages")

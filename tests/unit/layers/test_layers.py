@@ -14,7 +14,6 @@ import torch
 from megatron_lightning.layers.attention.rotary import (
     RotaryEmbedding,
     apply_rotary,
-    concentration_factor,
     inverse_frequencies,
 )
 from megatron_lightning.layers.attention.self_attention import CoreAttention, SelfAttention
@@ -26,7 +25,7 @@ from tests.helpers.layouts import tiny_config
 
 ORACLES = Path(__file__).parents[2] / "oracles"
 ROPE = json.loads((ORACLES / "rope_cp.json").read_text())["facts"]
-OTHER_ROTATIONS = {"rotary_interleaved", "seq_len_interpolation_factor"}
+OTHER_ROTATIONS = {"seq_len_interpolation_factor"}
 ROTATIONS = [case for case in ROPE["rope"] if not case["args"].keys() & OTHER_ROTATIONS]
 QKV = json.loads((ORACLES / "hf_layout.json").read_text())["facts"]["qkv"]
 
@@ -53,13 +52,16 @@ def test_rotary_equals_megatron_core(case: dict[str, Any]) -> None:
         args.get("rotary_base", 10000.0),
         llama3(args.get("rope_scaling_factor", 8.0)) if "rope_scaling" in args else None,
     )
-    rotated = apply_rotary(x, *rotary(shape[0], x))
+    in_pairs = args.get("rotary_interleaved", False)
+    rotated = apply_rotary(x, *rotary(shape[0], x), interleaved=in_pairs)
+    expected = torch.tensor(case["applied"]).view(shape)
+    if in_pairs:  # ours has the pairs at i and i + r/2
+        expected = expected.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     # recorded with 7 digits
-    torch.testing.assert_close(
-        rotated.flatten(), torch.tensor(case["applied"]), rtol=1e-5, atol=2e-6
-    )
+    torch.testing.assert_close(rotated, expected, rtol=1e-5, atol=2e-6)
     positions = torch.arange(shape[0])[None].expand(shape[1], -1)
-    assert torch.equal(apply_rotary(x, *rotary(shape[0], x, positions)), rotated)
+    table = rotary(shape[0], x, positions)
+    assert torch.equal(apply_rotary(x, *table, interleaved=in_pairs), rotated)
 
 
 def test_frequencies_of_llama_3_1_equal_megatron_core() -> None:
@@ -96,7 +98,7 @@ def test_yarn_equals_megatron_core(case: dict[str, Any]) -> None:
     angles = 3 * inverse_frequencies(int(dim * percent), float(base), scaling)
     # recorded to 1e-7
     torch.testing.assert_close(angles.repeat(2), torch.tensor(case["emb_pos3"]), rtol=0, atol=6e-7)
-    assert concentration_factor(scaling) == pytest.approx(case["mscale"], rel=1e-12)
+    assert scaling.sharpness == pytest.approx(case["mscale"], rel=1e-12)
     cosines, sines = RotaryEmbedding(dim, base, scaling)(4, torch.zeros(1))
     torch.testing.assert_close(cosines[3, 0], angles.cos() * case["mscale"], rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(sines[3, 0], angles.sin() * case["mscale"], rtol=1e-6, atol=1e-7)
@@ -131,7 +133,7 @@ def test_scaled_frequencies_equal_hugging_face(scaling: RopeScaling, base: float
     expected, factor = functions[scaling.rope_type](config, device="cpu")
     # A few roundings in fp32: the products are taken in another order.
     torch.testing.assert_close(inverse_frequencies(64, base, scaling), expected, rtol=5e-7, atol=0)
-    assert concentration_factor(scaling) == pytest.approx(factor, rel=1e-12)
+    assert scaling.sharpness == pytest.approx(factor, rel=1e-12)
 
 
 @pytest.mark.parametrize(
