@@ -374,6 +374,8 @@ def _product(node: ast.AST) -> str | None:
     if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.MatMult):
         return "@"
     if isinstance(node, ast.Attribute):
+        if ast.unparse(node).endswith("backends.cuda.matmul"):  # settings
+            return None
         if node.attr == "linear" and ast.unparse(node.value).split(".")[-1] in ("F", "functional"):
             return "F.linear"
         return node.attr if PRODUCTS.fullmatch(node.attr) else None
