@@ -34,7 +34,7 @@ from megatron_lightning.peft.commands import export, merge
 _STEPS = 4
 _PROMPT, _NEW = 8, 12
 _RATE, _ADAPTER_RATE = 1e-3, 1e-2
-_LISTED = 5
+_LISTED, _WORDS = 5, 200
 _FP32 = "fp32 on both sides, with the same operations in equal order"
 _SUMS = "fp32 on both sides; ranks add the same numbers in another order"
 _MISSING = "missing adapter keys"  # said by peft
@@ -147,7 +147,7 @@ class Verification:
         except ConfigError as error:
             if self._family is not None:
                 raise
-            return str(error)
+            return str(error).replace(str(self._subject.path), self._subject.name)[:_WORDS]
         return None
 
     def _folder(self) -> Finding:
