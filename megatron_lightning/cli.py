@@ -389,7 +389,9 @@ def _underscored(options: Sequence[str]) -> list[str]:
     """
     split = [(option, *option.partition("=")) for option in options]
     return [
-        f"--{name[2:].replace('-', '_')}{rest}{value}" if name[:2] == "--" else word
+        f"--{name[2:].replace('-', '_')}{rest}{value}"
+        if name[:2] == "--" and " " not in name
+        else word
         for word, name, rest, value in split
     ]
 

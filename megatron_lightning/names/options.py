@@ -54,6 +54,7 @@ master-port | - | torchrun keeps this option
 micro-batch-size | trainer.strategy.micro_batch_size
 global-batch-size | data.global_batch_size
 rampup-batch-size | data.batch_size_schedule
+step-batch-size-schedule | data.batch_size_schedule
 train-iters | trainer.max_steps
 train-samples | data.num_train_samples | samples / global_batch_size is trainer.max_steps
 eval-interval | trainer.val_check_interval | in batches
@@ -75,6 +76,9 @@ lr-warmup-fraction | model.warmup_steps | a fraction is a share of decay_steps
 lr-decay-iters | model.decay_steps
 lr-decay-samples | model.decay_steps | in steps
 lr-decay-style | model.lr_schedule | cosine, linear or wsd
+lr-wsd-decay-iters | model.lr_schedule | wsd_decay_steps of LRSchedule
+lr-wsd-decay-samples | model.lr_schedule | wsd_decay_steps of LRSchedule
+lr-wsd-decay-style | model.lr_schedule | of LRSchedule
 weight-decay | model.weight_decay
 adam-beta1 | model.betas | the first of two
 adam-beta2 | model.betas | the second of two
@@ -100,10 +104,10 @@ fp8-margin | trainer.plugins | MegatronFP8Precision
 fp8-amax-history-len | trainer.plugins | MegatronFP8Precision with recipe.amax_history_len
 fp8-amax-compute-algo | trainer.plugins | MegatronFP8Precision with recipe.amax_compute_algo
 fp8-param-gather | trainer.plugins | MegatronFP8Precision with recipe.fp8_param_gather
-transformer-impl | trainer.plugins | MegatronFP8Precision with backend transformer_engine or native
+transformer-impl | always | one model for all kernels; MegatronFP8Precision takes backend=transformer_engine
 attention-backend | model.config.attention_backend | fused is cudnn, unfused math, local math
 use-flash-attn | model.config.attention_backend = flash
-attention-softmax-in-fp32 | model.config.attention_softmax_in_fp32
+attention-softmax-in-fp32 | always | attention kernels sum the softmax in fp32
 recompute-activations | trainer.strategy.recompute.recompute_granularity = selective
 recompute-granularity | trainer.strategy.recompute.recompute_granularity
 recompute-method | trainer.strategy.recompute.recompute_method
@@ -119,6 +123,8 @@ no-masked-softmax-fusion | always | PyTorch chooses the attention kernel
 no-persist-layer-norm | always
 no-rope-fusion | always
 no-bias-swiglu-fusion | always
+no-bias-dropout-fusion | always
+init-model-with-meta-device | always
 no-gradient-accumulation-fusion | always
 empty-unused-memory-level | - | PyTorch's allocator keeps its blocks
 deterministic-mode | trainer.deterministic
@@ -138,11 +144,15 @@ use-rotary-position-embeddings | model.config.position_embedding_type = rope
 rotary-base | model.config.rotary_base
 rotary-percent | model.config.rotary_percent
 rotary-seq-len-interpolation-factor | model.config.rope_scaling.factor | with rope_type linear
-use-rope-scaling | model.config.rope_scaling.rope_type = llama3
+use-rope-scaling | model.config.rope_scaling | with rope_type llama3
 rope-scaling-factor | model.config.rope_scaling.factor
 rotary-scaling-factor | model.config.rope_scaling.factor | with rope_type yarn
 mscale | model.config.rope_scaling.mscale
 mscale-all-dim | model.config.rope_scaling.mscale_all_dim
+rope-type | model.config.rope_scaling.rope_type
+yarn-original-max-position-embeddings | model.config.rope_scaling.original_max_position_embeddings
+yarn-beta-fast | model.config.rope_scaling.beta_fast
+yarn-beta-slow | model.config.rope_scaling.beta_slow
 no-rope-freq | model.config.no_rope_freq
 normalization | model.config.normalization
 norm-epsilon | model.config.layernorm_epsilon
@@ -161,6 +171,8 @@ hidden-dropout | model.config.hidden_dropout
 window-size | model.config.window_size
 window-attn-skip-freq | model.config.window_attn_skip_freq
 softmax-type | model.config.softmax_type
+glu-linear-offset | model.config.glu_linear_offset
+activation-func-clamp-value | model.config.activation_func_clamp_value
 fp32-residual-connection | model.config.fp32_residual_connection
 init-method-std | model.config.init_method_std
 make-vocab-size-divisible-by | model.config.vocab_size | write the padded number
@@ -216,6 +228,8 @@ moe-layer-recompute | trainer.strategy.recompute.recompute_modules
 # Data and tokenizer
 data-path | data.data_prefix
 train-data-path | data.data_prefix | with lists for validation and test
+valid-data-path | data.data_prefix | the part validation
+test-data-path | data.data_prefix | the part test
 data-args-path | data.data_prefix
 per-split-data-args-path | data.data_prefix
 data-cache-path | data.cache_dir
@@ -265,6 +279,9 @@ log-straggler | callback StragglerMonitor
 log-params-norm | callback GradientNormMonitor
 timing-log-level | callback StageTimers
 profile | callback ProfilerWindow
+profile-step-start | callback ProfilerWindow | first_step
+profile-step-end | callback ProfilerWindow | num_steps
+profile-ranks | callback ProfilerWindow | ranks
 use-pytorch-profiler | callback ProfilerWindow
 manual-gc | callback GarbageCollection
 exit-signal-handler | callback RescueCheckpoint

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.recipe_reading.from_megatron.recipe import from_megatron
 
 _FOLDER = Path(__file__).parents[1] / "recipes"
 _OPTION = "--config"
@@ -118,5 +119,6 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "list": list_recipes,
     "show": show_recipe,
     "copy": copy_recipe,
+    "from-megatron": from_megatron,
 }
 """Name in ``megatron-lightning recipe NAME`` -> function."""

@@ -105,7 +105,9 @@ def _batch_size(
     errors: Errors,
 ) -> int:
     """Return the samples of a batch on a data-parallel rank."""
-    global_size = data.get("global_batch_size")
+    schedule = data.get("batch_size_schedule")
+    final = schedule.get("global_batch_size") if isinstance(schedule, Mapping) else None
+    global_size = data.get("global_batch_size", final)
     if global_size is None:
         return _count(data.get("batch_size"), "data.batch_size", errors)
     global_size = _count(global_size, "data.global_batch_size", errors)

@@ -156,12 +156,13 @@ def test_the_file_for_users_of_axolotl_trains(
     assert (tmp_path / "demo" / "axolotl" / "last.ckpt" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("index", [0, 4])
 def test_fits_for_users_of_megatron_are_parsed(
     index: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands = commands_of((DOCS / "from_megatron.md").read_text())
-    assert [command.split()[1] for command in commands] == ["fit", "convert", "fit"]
+    tools = ["fit", "recipe", "plan", "convert", "fit"]
+    assert [command.split()[1] for command in commands] == tools
     monkeypatch.setattr(sys, "argv", ["megatron-lightning"])
     with pytest.raises(SystemExit) as exit_:
         main([*shlex.split(commands[index])[1:], "--print_config"])

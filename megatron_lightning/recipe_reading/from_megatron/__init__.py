@@ -1,0 +1,1 @@
+"""A command of Megatron-LM's ``pretrain_gpt.py`` as a configuration file."""
