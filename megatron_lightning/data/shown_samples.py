@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_lightning.data.images.row_entries import IMAGES
 from megatron_lightning.data.indexed.data_inspection import length_picture
 from megatron_lightning.data.indexed.indexed_files import IndexedDataset
 from megatron_lightning.data.indexed.remote import written_path
@@ -13,6 +14,7 @@ from megatron_lightning.data.pretraining.indexed_data import IndexedData
 from megatron_lightning.data.pretraining.pretrain_data import PretrainData
 from megatron_lightning.data.rows.cut_rows import FULL
 from megatron_lightning.data.rows.finetune_data import FinetuneData
+from megatron_lightning.data.rows.packed_rows import RowDataset
 from megatron_lightning.data.rows.preference_rows import SIDES
 from megatron_lightning.data.rows.row_view import (
     as_numbers,
@@ -57,11 +59,13 @@ def _show_conversations(console: Any, data: FinetuneData, samples: int) -> None:
     rows = data.train_dataset()
     order = list(data.row_order())
     for number, row in enumerate(order[:samples]):
-        arrays = {name: value.numpy() for name, value in rows[row].items() if name != FULL}
+        values = rows[row].items()
+        arrays = {name: value.numpy() for name, value in values if name not in (FULL, IMAGES)}
+        images = rows.image_places(row) if isinstance(rows, RowDataset) else []
         for name, sample in _samples(arrays).items():
             note = f"row {number + 1} of {len(order)}{name}: {sample_note(sample)}"
             console.rule(note, align="left")
-            console.print(sample_text(sample, data.tokenizer.decode))
+            console.print(sample_text(sample, data.tokenizer.decode, images))
     console.rule("lengths", align="left")
     console.print(histogram(data.lengths, data.sequence_length))
 

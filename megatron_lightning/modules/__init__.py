@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
+    from megatron_lightning.data.images.image_options import ImageOptions
     from megatron_lightning.modules.distillation import DistillationModule
     from megatron_lightning.modules.dpo import DPOModule
     from megatron_lightning.modules.finetune_data import FinetuneDataModule
@@ -21,6 +22,7 @@ __all__ = [
     "FinetuneDataModule",
     "GPTLightningModule",
     "HuggingFaceModule",
+    "ImageOptions",
     "MaskedDataModule",
     "MaskedLanguageModule",
     "PreferenceDataModule",
@@ -35,6 +37,7 @@ lazy_attributes(
         "FinetuneDataModule": "megatron_lightning.modules.finetune_data",
         "GPTLightningModule": "megatron_lightning.modules.gpt",
         "HuggingFaceModule": "megatron_lightning.modules.hugging_face",
+        "ImageOptions": "megatron_lightning.data.images.image_options",
         "MaskedDataModule": "megatron_lightning.modules.masked_data",
         "MaskedLanguageModule": "megatron_lightning.modules.masked_module",
         "PreferenceDataModule": "megatron_lightning.modules.preference_data",

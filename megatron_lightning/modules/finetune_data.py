@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
@@ -9,18 +11,21 @@ from torch.utils.data import DataLoader
 from megatron_lightning.checkpoint.text_record import TextRecord
 from megatron_lightning.data.chat.answer_ends import answer_ends
 from megatron_lightning.data.chat.template_texts import without_marks
+from megatron_lightning.data.images.row_entries import IMAGES, without_unused
 from megatron_lightning.data.rows.finetune_data import FinetuneData
 from megatron_lightning.data.run_data import Batch
-from megatron_lightning.modules.data_checks import check_model
+from megatron_lightning.modules.data_checks import check_images, check_model
 from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.modules.run_data import RunDataModule
 from megatron_lightning.modules.taught_texts import apply_text_record
+from megatron_lightning.pipeline.batch.microbatches import split_batch
 
 
 class FinetuneDataModule(RunDataModule, FinetuneData):
     """Batches ``{"tokens": [b, s], "labels": [b, s], "padding": [b, s]}`` from conversations,
     prompts with completions, texts or tokens. Packed batches also have ``document_ids`` and
-    ``position_ids`` [b, s].
+    ``position_ids`` [b, s]. Batches of data with ``images`` have a list of the entries of each row
+    for the model.
 
     Labels are already shifted. Labels are -100 without a loss: in prompts, in padding, and in
     answers left out by a row (``weight: 0``). A conversation is rendered by the tokenizer's chat
@@ -53,7 +58,19 @@ class FinetuneDataModule(RunDataModule, FinetuneData):
         self.use_model(module)
         is_packed, num_new = self.packing != "none", len(self.tokenizer.added)
         check_model(module, len(self.tokenizer), packed=is_packed, num_new=num_new)
+        if self.images is not None:
+            check_images(module, self._strategy())
         _ = self.template
+
+    def split_batch(self, batch: Batch, micro_batch_size: int) -> list[Batch]:
+        """Return the micro-batches of a batch. Images go with their rows."""
+        rest: dict[str, Any] = dict(batch)
+        images = rest.pop(IMAGES, None)
+        parts: list[dict[str, Any]] = split_batch(rest, micro_batch_size)
+        for number, part in enumerate(parts if images is not None else ()):
+            start = number * micro_batch_size
+            part[IMAGES] = without_unused(images[start : start + micro_batch_size])
+        return parts
 
     def setup(self, stage: str) -> None:
         """Map the documents into memory, and pack the documents. Tell the model its new tokens."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
 from torch import Tensor
 
 from megatron_lightning.bridge.folders.folder_record import read_kept
+from megatron_lightning.data.images.row_entries import IMAGES, batch_entries
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.losses.loss import CrossEntropy
 from megatron_lightning.models.awaited_losses import awaited_losses
@@ -130,14 +132,27 @@ class HuggingFaceModule(FolderModule):
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        images: Sequence[Mapping[str, Tensor]] = (),
     ) -> Tensor:
         """Return the model's logits [b, s, v], or with labels the tokens' losses [b, s].
+
+        Args:
+            tokens: Ids [b, s].
+            labels: The next ids [b, s].
+            position_ids: Positions [b, s].
+            document_ids: Number of each token's document in its row [b, s].
+            images: Entries of images for the model, for each row.
 
         Raises:
             ConfigError: If a batch has ``document_ids``, and documents in a row would see each
                 other.
         """
-        return self._call(tokens, labels, position_ids, document_ids)[1]
+        return self._call(tokens, labels, position_ids, document_ids, images)[1]
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return the optional inputs of ``forward`` in a batch."""
+        images = {IMAGES: batch[IMAGES]} if IMAGES in batch else {}
+        return {**super()._inputs(batch), **images}
 
     def _token_losses(self, batch: Batch, labels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the losses of the tokens [b, s], and the balancing loss of a model that has
@@ -158,6 +173,7 @@ class HuggingFaceModule(FolderModule):
         labels: Tensor | None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        images: Sequence[Mapping[str, Tensor]] = (),
     ) -> tuple[Any, Tensor]:
         """Return the model's output, and logits or losses as :meth:`forward`."""
         if self.model is None:
@@ -174,7 +190,9 @@ class HuggingFaceModule(FolderModule):
                     "start again with every document, as FinetuneDataModule does."
                 )
             position_ids = separating_positions(self.model, document_ids, position_ids)
-        inputs = {} if position_ids is None else {"position_ids": position_ids}
+        inputs = batch_entries(images) | (
+            {} if position_ids is None else {"position_ids": position_ids}
+        )
         if labels is None or not self.fused_loss:
             output = self.model(input_ids=tokens, **inputs)
             logits: Tensor = output.logits

@@ -25,6 +25,7 @@ from megatron_lightning.pipeline.batch.microbatches import (
     kinds_of,
     merge_outputs,
     split_batch,
+    tensors_of,
 )
 from megatron_lightning.pipeline.batch.sequence_join import join_outputs
 from megatron_lightning.pipeline.executor import PipelineExecutor
@@ -163,7 +164,9 @@ class PipelinedStepRunner(StepRunner):
             indices=indices,
             last_stage=self._last_stage,
         )
-        crossing = self._crossing(hook, microbatches[0], indices[1:], new_run)
+        # Rows with images reach more of the model than rows of text.
+        fullest = max(microbatches, key=lambda part: sum(1 for _ in tensors_of(part)))
+        crossing = self._crossing(hook, fullest, indices[1:], new_run)
         loss_scale = self.training.loss_scale if trains else 1.0
         run = new_run(microbatches, trains=trains, loss_scale=loss_scale)
         program = self._program(run, crossing)
@@ -221,7 +224,7 @@ class PipelinedStepRunner(StepRunner):
     def _crossing(
         self,
         hook: str,
-        first: Any,
+        fullest: Any,
         loader: tuple[Any, ...],
         new_run: Callable[..., StepRun],
     ) -> StageCrossing | None:
@@ -239,7 +242,7 @@ class PipelinedStepRunner(StepRunner):
                 return units.call(stage, forward, *args, **kwargs)
 
         checks = self._scope.module.trainer.sanity_checking
-        kind = (hook, checks, torch.is_grad_enabled(), loader, kinds_of(first))
+        kind = (hook, checks, torch.is_grad_enabled(), loader, kinds_of(fullest))
         is_new = kind not in self._facts
         facts = self._facts.setdefault(kind, CallFacts())
         crossing = StageCrossing(
@@ -253,13 +256,14 @@ class PipelinedStepRunner(StepRunner):
             kept=self.participants.tensors,
         )
         if is_new:
-            copied = tree_map_only(Tensor, Tensor.clone, first)  # steps may write into their batch
+            # Steps may write into their batch.
+            copied = tree_map_only(Tensor, Tensor.clone, fullest)
             self._analyze(crossing, new_run([copied], trains=False))
             _warn_of_hooks(partition)
         return crossing
 
     def _analyze(self, crossing: StageCrossing, run: StepRun) -> None:
-        """Run the first micro-batch of a kind of step once without values, to find the tensors to
+        """Run a micro-batch of a kind of step once without values, to find the tensors to
         send between stages. The run has no other effect.
         """
         schedule, program = self._schedule(1, backward=False), self._program(run, crossing)

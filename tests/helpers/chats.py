@@ -39,7 +39,7 @@ def make_tokenizer(
     template: str | None = CHATML,
     vocab_size: int = 320,
     prefix_space: bool = False,
-    **names: str,
+    **names: Any,
 ) -> Any:
     """Return a fast tokenizer whose pieces are bytes and a few words.
 

@@ -1,4 +1,4 @@
-"""Supervised documents: rows rendered, tokenized and cut to a length.
+"""Supervised documents: rows rendered, tokenized, and cut to a length.
 
 A document without any trained token is left out and counted.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, Literal, get_args
@@ -21,6 +21,9 @@ from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer, Ids
 from megatron_lightning.data.chat.chat_view import Rendered
 from megatron_lightning.data.chat.conversations import PARSER_VERSION, Chat, Text, Tokens, parse_row
 from megatron_lightning.data.chat.documents import Document, Marks
+from megatron_lightning.data.images.document_images import DocumentImages
+from megatron_lightning.data.images.image_encoder import ImageEncoder
+from megatron_lightning.data.images.image_files import MissingImageError
 from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.errors import ConfigError, DataError
 
@@ -35,6 +38,8 @@ MERGED = "answers with characters of the prompt in their first token"
 REWRITTEN = "conversations whose earlier answers keep the form of a last answer"
 NULLS = "arguments of calls left out as null"
 BROKEN = "rows left out as broken"
+MISSING = "rows left out for a missing image"
+UNCUT = "left out since text around a lost image has other tokens"
 _SHOWN = 20
 """Broken rows named in an error."""
 Characters = npt.NDArray[np.int64]
@@ -99,6 +104,7 @@ class Encoder:
             error.
         options: How rows become documents.
         ends: Ids at which generation stops, beside the tokenizer's end of text.
+        images: Of the rows' source. None: an image is an error.
     """
 
     def __init__(
@@ -107,11 +113,13 @@ class Encoder:
         template: ChatTemplate | None,
         options: SupervisedOptions,
         ends: Collection[int] = (),
+        images: ImageEncoder | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._options = options
         self._ends = frozenset(ends)
+        self._images = images
         self.counts: Counter[str] = Counter()
         """Row counts by outcome."""
         self._broken: list[DataError] = []
@@ -126,6 +134,7 @@ class Encoder:
             "template": None if self._template is None else self._template.identity,
             "ends": sorted(self._ends),
             **asdict(self._options),
+            **({} if self._images is None else {"images": self._images.identity}),
         }
 
     def documents(self, rows: Iterable[Row]) -> Iterator[Document]:
@@ -172,11 +181,15 @@ class Encoder:
         try:
             if row.error is not None:
                 raise row.error
-            pieces = list(self._pieces(row))
+            pieces = [self._grown(piece) for piece in self._pieces(row)]
             for piece in pieces:
                 _check_characters(piece)
             return pieces
         except DataError as error:
+            is_missing = isinstance(error, MissingImageError)
+            if is_missing and self._images is not None and self._images.drops_missing:
+                self.counts[MISSING] += 1
+                return []
             self.counts[BROKEN] += 1
             if len(self._broken) < _SHOWN:
                 self._broken.append(error)
@@ -199,6 +212,10 @@ class Encoder:
 
     def _pieces(self, row: Row) -> Iterator[Rendered | Tokens]:
         parsed = parse_row(row)
+        if self._images is not None and not isinstance(parsed, Chat):
+            text = "" if isinstance(parsed, Tokens) else parsed.prompt + parsed.completion
+            ids = parsed.ids if isinstance(parsed, Tokens) else ()
+            self._images.check_without(row.where, row.fields, text, ids)
         if isinstance(parsed, Tokens):
             wrong_ids = [one for one in parsed.ids if not 0 <= one < len(self._tokenizer)]
             if wrong_ids:
@@ -212,6 +229,46 @@ class Encoder:
         else:
             yield from self._samples(parsed)
 
+    def _with_images(self, chat: Chat) -> Chat:
+        """Return a conversation for templates, checked to have a place for every image.
+
+        Raises:
+            DataError: If the conversation has images and the data have none, an image has no place,
+                or a place is there as words.
+        """
+        if self._images is None:
+            if chat.images:
+                raise DataError(
+                    f"{chat.images[0].where} has an image, and only text can be trained here; set "
+                    "images of FinetuneDataModule to train images, or remove it"
+                )
+            return chat
+        if chat.num_unplaced:
+            raise DataError(
+                f"{chat.where}: the row has {chat.num_unplaced} more images than the messages have "
+                "places; write <image> where an image belongs, or parts of the type image"
+            )
+        for index, message in enumerate(chat.messages):
+            self._images.check_words(f"{chat.where}: message {index}", message["content"])
+        return replace(chat, placeholder=self._images.processor.placeholder)
+
+    def _grown(self, piece: Rendered | Tokens) -> Rendered | Tokens:
+        """Return a text with grown places of images."""
+        if self._images is None or isinstance(piece, Tokens):
+            return piece
+        if piece.prompt is not None:
+            return piece
+        grown, images = self._images.grown(piece.where, piece.text, piece.images)
+        if not piece.images:
+            return piece
+        return replace(
+            piece,
+            text=grown.text,
+            spans=[(grown.shifted(begin), grown.shifted(end)) for begin, end in piece.spans],
+            ends=[grown.shifted(end) for end in piece.ends],
+            grown=images,
+        )
+
     def _text(self, parsed: Text) -> Rendered:
         text = parsed.prompt + parsed.completion
         spans = [(len(parsed.prompt), len(text))]
@@ -224,7 +281,7 @@ class Encoder:
                 "no chat template. Set chat_template to the text or the file of one."
             )
         options = self._options_of(chat)
-        chat, dropped = drop(chat, options.drop_fields)
+        chat, dropped = drop(self._with_images(chat), options.drop_fields)
         self.counts.update(DROPPED[name] for name in dropped)
         if chat.nulls:
             self.counts[NULLS] += chat.nulls
@@ -260,7 +317,10 @@ class Encoder:
                 trained[following] = self._tokenizer.is_added(int(ids[following]))
         if trained.any() and not self._has_end(ids[trained]):
             self.counts[UNENDED] += 1
-        return Document(ids, trained)
+        if text.grown is None:
+            return Document(ids, trained)
+        images = text.grown.in_document(begins)
+        return Document(ids, trained & ~images.is_image(len(ids)), images=images)
 
     def _completed(
         self, text: Rendered, ids: Ids, characters: Characters, prompt_ids: Ids
@@ -308,7 +368,7 @@ class Encoder:
 
     def _cut(self, document: Document) -> Document | None:
         """Return a document within the length limit, or None if the document is left out."""
-        ids, trained = document.ids, document.trained.copy()
+        ids, trained, images = document.ids, document.trained.copy(), document.images
         trained[:1] = False  # the first token has no context
         length, limit = len(ids), self._options.sequence_length
         if length > limit:
@@ -317,6 +377,12 @@ class Encoder:
             if keep is None:
                 self.counts["left out as too long"] += 1
                 return None
+            if images is not None:
+                keep = images.whole(keep)
+                images = self._cut_images(images, keep, ids)
+                if images is None:
+                    self.counts[UNCUT] += 1
+                    return None
             ids, trained = ids[keep], trained[keep]
             trained[:1] = False
             self.counts["cut tokens"] += length - len(ids)
@@ -326,7 +392,28 @@ class Encoder:
         self.counts["documents"] += 1
         self.counts["tokens"] += len(ids)
         self.counts["trained tokens"] += int(trained.sum())
-        return Document(ids, trained)
+        if images is None or not images.images:
+            return Document(ids, trained)
+        self.counts["images"] += len(images.images)
+        return Document(ids, trained, images=images)
+
+    def _cut_images(
+        self, images: DocumentImages, keep: npt.NDArray[np.int64], ids: Ids
+    ) -> DocumentImages | None:
+        """Return the images with a place in the positions ``keep``. None: the document cannot be
+        made without the others.
+        """
+        if self._images is None or not len(keep):
+            return None
+        processor = self._images.processor
+        cut = images.cut(keep, ids, processor.placeholder, self._ids_of_text, processor.growth)
+        if cut is not None:
+            self.counts["lost images"] += len(images.images) - len(cut.images)
+        return cut
+
+    def _ids_of_text(self, text: str) -> Ids:
+        ((ids, _),) = self._tokenizer.encode([text])
+        return ids
 
     def _kept(self, trained: Marks, length: int, limit: int) -> npt.NDArray[np.int64] | None:
         """Return the remaining positions [limit] of a document above the length limit. None: the

@@ -54,6 +54,9 @@ def drop(chat: Chat, names: Collection[str]) -> tuple[Chat, list[str]]:
         chat.options,
         None if "functions" in names else chat.functions,
         chat.nulls,
+        chat.images,
+        chat.num_unplaced,
+        chat.placeholder,
     )
     return without, sorted(dropped)
 

@@ -31,9 +31,11 @@ from megatron_lightning.data.chat.chat_view import (
     Rendered,
     Span,
     UnwrittenField,
+    num_images_in,
 )
 from megatron_lightning.data.chat.conversations import ASSISTANT, THOUGHT, Chat
 from megatron_lightning.data.chat.marked_templates import marks_of
+from megatron_lightning.data.images.image_parts import IMAGE
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.optional import require
 
@@ -190,6 +192,7 @@ class ChatTemplate:
         messages = [
             _with_reasoning(chat, index, options.reasoning) for index in range(len(chat.messages))
         ]
+        _check_images(chat, messages)
         form, full = self._readable(chat, messages)
         self._check_tools(chat, [form(message) for message in messages], full)
         view = ChatView(self, chat, messages, form, full)
@@ -200,7 +203,8 @@ class ChatTemplate:
                 view.split_turn(trained[0]) if options.split_turns else view.answers(trained)
             )
             is_masked = options.reasoning == "mask"
-            yield view.rendered(text, spans, view.thoughts(trained, stop) if is_masked else None)
+            thoughts = view.thoughts(trained, stop) if is_masked else None
+            yield view.rendered(text, spans, thoughts, stop)
 
     def _readable(
         self, chat: Chat, messages: Sequence[Mapping[str, Any]]
@@ -212,13 +216,16 @@ class ChatTemplate:
             DataError: If the template writes neither form.
         """
         refusals, missing = [], None
-        for form in (_as_it_is, _in_parts):
+        forms: tuple[Form, ...] = (_as_it_is, _in_parts)
+        if chat.images:
+            forms = (_in_parts, _with_placeholders(chat.placeholder))
+        for form in forms:
             try:
                 rendered = self.render(chat, [form(message) for message in messages])
             except DataError as error:
                 refusals.append(error)
                 continue
-            fault = _unwritten(messages, rendered[0])
+            fault = _unwritten(messages, rendered[0]) or _unplaced(chat, rendered[0])
             if fault is None:
                 return form, rendered
             missing = missing or fault
@@ -315,6 +322,12 @@ class ChatTemplate:
     def _name(self, chat: Chat) -> str:
         return "tool_use" if chat.tools and "tool_use" in self.sources else "default"
 
+    def with_image(self) -> str:
+        """Return the text of a conversation with an image, in parts."""
+        turns = [{"role": "user", "content": f"{IMAGE}a"}, {"role": ASSISTANT, "content": "a"}]
+        chat = Chat("a conversation with an image", turns)
+        return self.render(chat, [_in_parts(message) for message in turns])[0]
+
     @cached_property
     def behind_answer(self) -> str:
         """Text behind the content of a last answer, such as the end of a turn. Empty: unknown."""
@@ -371,7 +384,33 @@ def _as_it_is(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**message, "content": [{"type": "text", "text": message.get("content") or ""}]}
+    first, *pieces = (message.get("content") or "").split(IMAGE)
+    parts = [{"type": "text", "text": first}] if first or not pieces else []
+    for piece in pieces:
+        parts += [{"type": "image"}, *([{"type": "text", "text": piece}] if piece else [])]
+    return {**message, "content": parts}
+
+
+def _with_placeholders(placeholder: str) -> Form:
+    def form(message: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**message, "content": (message.get("content") or "").replace(IMAGE, placeholder)}
+
+    return form
+
+
+def _check_images(chat: Chat, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Check that the messages hold the images of the conversation.
+
+    Raises:
+        DataError: If an image has lost its place, or text has the character of one.
+    """
+    num_places = sum(map(num_images_in, messages))
+    if chat.images and num_places != len(chat.images):
+        raise DataError(
+            f"{chat.where}: the messages have {num_places} places for {len(chat.images)} images: "
+            "an image is inside of reasoning or of a message left out by drop_fields, or a text "
+            "has the character U+FDD0, which stands for images here; leave it out"
+        )
 
 
 def _unwritten(messages: Sequence[Mapping[str, Any]], text: str) -> str | None:
@@ -380,9 +419,16 @@ def _unwritten(messages: Sequence[Mapping[str, Any]], text: str) -> str | None:
     """
     for number, message in enumerate(messages):
         content = THOUGHT.sub("", str(message.get("content") or "")).strip()
-        if message["role"] in ("user", ASSISTANT) and content not in text:
+        pieces = [piece.strip() for piece in content.split(IMAGE)]
+        if message["role"] in ("user", ASSISTANT) and any(one not in text for one in pieces):
             return f"the content of message {number}"
     return None
+
+
+def _unplaced(chat: Chat, text: str) -> str | None:
+    """Return the images of a conversation, if ``text`` has fewer places."""
+    num_places = text.count(chat.placeholder) if chat.placeholder else 0
+    return f"{len(chat.images)} images" if num_places < len(chat.images) else None
 
 
 def _with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

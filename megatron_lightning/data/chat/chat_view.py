@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_lightning.data.chat.chat_fields import DROPPABLE, Mark, MarkedMessages, inlined
 from megatron_lightning.data.chat.conversations import ASSISTANT, REASONING, THOUGHT, Chat
+from megatron_lightning.data.images.image_parts import IMAGE, ImageSource
 from megatron_lightning.errors import DataError
 
 if TYPE_CHECKING:
     from megatron_lightning.data.chat.chat_template import ChatTemplate
+    from megatron_lightning.data.images.image_encoder import TextImages
 
 Span = tuple[int, int]
 Reasoning = Literal["keep", "drop", "mask", "inline"]
@@ -40,6 +42,10 @@ class Rendered:
     """End of every answer, in characters. Empty if the template marks the trained characters."""
     is_rewritten: bool = False
     """Whether earlier answers have the form of a last answer, other than in the template's text."""
+    images: Sequence[ImageSource] = ()
+    """Images in the order of their places."""
+    grown: TextImages | None = None
+    """Images of a text whose places have grown. None: the text has none."""
 
 
 Form = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -234,10 +240,15 @@ class ChatView:
         ) from failed
 
     def rendered(
-        self, text: str, spans: Sequence[Span], thoughts: Sequence[Span] | None
+        self, text: str, spans: Sequence[Span], thoughts: Sequence[Span] | None, stop: int
     ) -> Rendered:
-        """Return a sample. ``thoughts``: characters of reasoning without a loss. None: reasoning
-        has a loss.
+        """Return a sample.
+
+        Args:
+            text: Text of the first ``stop`` messages.
+            spans: Characters of answers.
+            thoughts: Characters of reasoning without a loss. None: reasoning has a loss.
+            stop: Number of messages.
 
         Raises:
             DataError: If no character is trained.
@@ -252,7 +263,14 @@ class ChatView:
                 f"{self._chat.where}: the chat template leaves no character of the answers to "
                 "train; mend the row, or set another chat_template"
             )
-        return Rendered(self._chat.where, text, spans, ends=ends)
+        num_images = sum(map(num_images_in, self._plain[:stop]))
+        images = self._chat.images[:num_images]
+        return Rendered(self._chat.where, text, spans, ends=ends, images=images)
+
+
+def num_images_in(message: Mapping[str, Any]) -> int:
+    """Return the number of images in a message."""
+    return str(message.get("content") or "").count(IMAGE)
 
 
 def _tagged(text: str, spans: Sequence[Span]) -> list[Span]:

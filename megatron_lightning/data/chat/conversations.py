@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from megatron_lightning.data.images.image_parts import TYPES, ImageSource, RowImages
 from megatron_lightning.data.rows.sources import Row, without_missing
 from megatron_lightning.errors import DataError
 
-PARSER_VERSION = 5
+PARSER_VERSION = 6
 """Part of the name of cached documents. A change in the rows accepted here, or in the content
 returned for a row, raises the version: a cached file is not parsed again."""
 ASSISTANT = "assistant"
@@ -64,6 +65,12 @@ class Chat:
     """The row's ``functions``, an older form of tools that templates do not read."""
     nulls: int = 0
     """Arguments of tool calls left out for the value null."""
+    images: Sequence[ImageSource] = ()
+    """Images in the order of their places."""
+    num_unplaced: int = 0
+    """Images of the row's column without a place."""
+    placeholder: str = ""
+    """Text for the place of an image in messages that are text. Empty: unknown."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,7 @@ def _text(row: Row, key: str, value: Any) -> str:
 def _chat(row: Row, key: str, messages: Any, answers_from: int = 0) -> Chat:
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{row.where}: {key} must be a list of messages, and not an empty one")
-    made, trained, nulls = [], set(), 0
+    made, trained, nulls, images = [], set(), 0, RowImages(row.where, row.fields)
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DataError(
@@ -133,11 +140,19 @@ def _chat(row: Row, key: str, messages: Any, answers_from: int = 0) -> Chat:
         _check_message(row, index, message)
         if message["role"] == ASSISTANT and index >= answers_from and _counts(row, index, message):
             trained.add(index)
-        made.append(_message(row, index, message))
+        made.append(_message(row, index, message, images))
         nulls += sum(map(_nulls, message.get("tool_calls") or ()))
     functions = row.fields.get("functions") or None
     return Chat(
-        row.where, made, _tools(row), frozenset(trained), _template_options(row), functions, nulls
+        row.where,
+        made,
+        _tools(row),
+        frozenset(trained),
+        _template_options(row),
+        functions,
+        nulls,
+        images.sources,
+        images.num_left,
     )
 
 
@@ -192,8 +207,10 @@ def _counts(row: Row, index: int, message: Mapping[str, Any]) -> bool:
     return True
 
 
-def _message(row: Row, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message for templates: text as content, arguments of calls as objects."""
+def _message(row: Row, index: int, message: Mapping[str, Any], images: RowImages) -> dict[str, Any]:
+    """Return a message for templates: text as content, with a character in the place of an image,
+    and arguments of calls as objects.
+    """
     # Templates ask whether a key is there, and files have keys of the value null.
     fields = {
         key: value
@@ -202,10 +219,12 @@ def _message(row: Row, index: int, message: Mapping[str, Any]) -> dict[str, Any]
     }
     content = fields.get("content")
     if isinstance(content, list):
-        fields["content"] = "".join(_part(row, index, part) for part in content)
+        fields["content"] = "".join(_part(row, index, part, images) for part in content)
+    elif isinstance(content, str):
+        fields["content"] = images.placed(index, content)
     elif content is None:
         fields["content"] = ""
-    elif not isinstance(content, str):
+    else:
         raise DataError(
             f"{row.where}: the content of message {index} is a {type(content).__name__}; it must "
             "be text"
@@ -215,13 +234,15 @@ def _message(row: Row, index: int, message: Mapping[str, Any]) -> dict[str, Any]
     return fields
 
 
-def _part(row: Row, index: int, part: Any) -> str:
+def _part(row: Row, index: int, part: Any, images: RowImages) -> str:
+    if isinstance(part, Mapping) and part.get("type") in TYPES:
+        return images.part(index, part)
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-        return str(part["text"])
+        return images.placed(index, part["text"])
     part_type = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise DataError(
-        f"{row.where}: message {index} has a part of the type {part_type!r}, and only text can be "
-        "trained; remove it"
+        f"{row.where}: message {index} has a part of the type {part_type!r}, and only text and "
+        "images can be trained; remove it"
     )
 
 

@@ -1,4 +1,4 @@
-"""Supervised documents, kept in files that all ranks of a node map into memory.
+"""Tokenized documents, kept in files mapped by all ranks of a node.
 
 A document has ids [n] and, for each id, whether the prediction of the id counts in the loss.
 """
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_lightning.data.images.document_images import DocumentImages
+from megatron_lightning.data.images.image_store import ImageStore, ImageWriter
 from megatron_lightning.data.indexed.atomic_files import atomic_write
 from megatron_lightning.errors import DataError
 
@@ -32,6 +34,7 @@ class Document(NamedTuple):
     """Whether each id is predicted [n]. The first id never is."""
     row: int = 0
     """Number of the document's row in the source."""
+    images: DocumentImages | None = None
 
 
 class Documents(Sequence[Document]):
@@ -47,12 +50,13 @@ class Documents(Sequence[Document]):
         self.report: dict[str, int] = report["counts"]
         """Row counts by outcome."""
         self.digest: str = report["digest"]
-        """Of all ids and marks."""
+        """Of all ids, marks and images."""
         self.rows: npt.NDArray[np.int64] = np.load(folder / _ROWS)
         """Number of each document's row in the source [D]."""
         self._bounds = np.load(folder / _BOUNDS)
         self._ids = _mapped(folder / _IDS, np.dtype(np.int32))
         self._trained = _mapped(folder / _TRAINED, np.dtype(np.bool_))
+        self._images = ImageStore(folder) if ImageStore.is_in(folder) else None
 
     @classmethod
     def build(cls, folder: Path, documents: Iterable[Document], counts: Counter[str]) -> Documents:
@@ -74,7 +78,11 @@ class Documents(Sequence[Document]):
                 "folder that can be written."
             ) from error
         bounds, rows, digest = [0], [], hashlib.sha256()
-        with atomic_write(folder / _IDS) as ids, atomic_write(folder / _TRAINED) as trained:
+        with (
+            atomic_write(folder / _IDS) as ids,
+            atomic_write(folder / _TRAINED) as trained,
+            ImageWriter(folder) as images,
+        ):
             for document in documents:
                 for file, array in zip((ids, trained), document[:2], strict=True):
                     data = array.tobytes()
@@ -82,10 +90,13 @@ class Documents(Sequence[Document]):
                     digest.update(data)
                 bounds.append(bounds[-1] + len(document.ids))
                 rows.append(document.row)
+                images.add(document.images)
+                if document.images is not None:
+                    digest.update(document.images.digests.encode())
         for name, numbers in ((_BOUNDS, bounds), (_ROWS, rows)):
             with atomic_write(folder / name) as file:
                 np.save(file, np.array(numbers, np.int64))
-        # The digest covers ids, marks and bounds, and says in checkpoints which data was read.
+        # By the digest, of images as well, checkpoints say which data was read.
         digest.update(np.array(bounds, np.int64).tobytes())
         with atomic_write(folder / _REPORT) as file:  # written last: marks the folder as complete
             report = {"counts": dict(counts), "digest": digest.hexdigest()}
@@ -109,7 +120,8 @@ class Documents(Sequence[Document]):
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         part = slice(self._bounds[index], self._bounds[index + 1])
-        return Document(self._ids[part], self._trained[part])
+        images = None if self._images is None else self._images[index]
+        return Document(self._ids[part], self._trained[part], images=images)
 
     def __reduce__(self) -> tuple[object, ...]:
         # a loader's worker maps the files again instead of receiving their bytes

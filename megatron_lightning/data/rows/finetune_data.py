@@ -21,6 +21,10 @@ from megatron_lightning.data.chat.template_texts import (
     writes_date,
 )
 from megatron_lightning.data.flat_options import takes
+from megatron_lightning.data.images.image_encoder import ImageEncoder
+from megatron_lightning.data.images.image_options import ImageOptions
+from megatron_lightning.data.images.image_processor import ImageProcessor
+from megatron_lightning.data.images.row_entries import Collate, CollateImages, RowEntries
 from megatron_lightning.data.order.resume_order import (
     OnChangedData,
     check_new_tokens,
@@ -40,7 +44,7 @@ from megatron_lightning.data.rows.packing import Numbers, Rows, efficiency, pack
 from megatron_lightning.data.rows.row_options import FinetuneOptions
 from megatron_lightning.data.rows.row_report import describe_documents
 from megatron_lightning.data.rows.source_list import parse_sources
-from megatron_lightning.data.rows.sources import source_files
+from megatron_lightning.data.rows.sources import images_folder, source_files
 from megatron_lightning.data.run_data import Batch, RunData
 from megatron_lightning.errors import ConfigError, DataError
 
@@ -84,6 +88,7 @@ class FinetuneData(RunData):
         self._template_options = options.template_options
         self._date = None if options.date is None else parse_date(options.date)
         self._cache = DocumentCache(options.cache_dir, split=options.split, subset=options.subset)
+        self.images: ImageOptions | None = getattr(options, "images", None)
         self._known: dict[str, Documents] = {}
         self._train: Sources | None = None
         self._validate: Sources | None = None
@@ -129,7 +134,21 @@ class FinetuneData(RunData):
             **(self._template_options or {}),
         }
         preamble = prompt_date.preamble(self._templates.values())
-        return ChatTemplate(self._templates, self.tokenizer.special_tokens, options, preamble)
+        template = ChatTemplate(self._templates, self.tokenizer.special_tokens, options, preamble)
+        if self.processor is not None:
+            self.processor.find_placeholder(template.with_image())
+        return template
+
+    @cached_property
+    def processor(self) -> ImageProcessor | None:
+        """Processor of images. None: the data have no images.
+
+        Raises:
+            ConfigError: If the model has none.
+        """
+        if self.images is None:
+            return None
+        return self._model().image_processor(self.tokenizer, self.images.processor_options)
 
     @cached_property
     def date(self) -> datetime.date | None:
@@ -143,7 +162,9 @@ class FinetuneData(RunData):
         """Name -> text of the chat templates. Empty: there is none."""
         if self._template is not None:
             return ChatTemplate.load(self._template, {}).sources
-        source = self.tokenizer.chat_template or {}
+        source = (self.processor and self.processor.chat_template) or (
+            self.tokenizer.chat_template or {}
+        )
         return {"default": source} if isinstance(source, str) else source
 
     def check_sources(self, stage: str) -> None:
@@ -253,9 +274,12 @@ class FinetuneData(RunData):
             f"{name}: {count}" for part in parts for name, count in part.report.items()
         )
 
-    def _encoder(self) -> Encoder:
+    def _encoder(self, path: str) -> Encoder:
         """Return what makes documents of the rows of a source."""
-        return Encoder(self.tokenizer, self.template, self.options, self._ends)
+        template, images = self.template, None
+        if self.images is not None and self.processor is not None:
+            images = ImageEncoder(self.processor, images_folder(path, self.images), self.images)
+        return Encoder(self.tokenizer, template, self.options, self._ends, images)
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
@@ -269,7 +293,7 @@ class FinetuneData(RunData):
     def _documents(self, path: str) -> Documents:
         """Return the tokenized documents of a source. Files changed during a fit have no effect."""
         if path not in self._known:
-            self._known[path], note = self._cache.documents(path, self._encoder())
+            self._known[path], note = self._cache.documents(path, self._encoder(path))
             if note is not None:
                 self._warn(note)
         return self._known[path]
@@ -360,8 +384,23 @@ class FinetuneData(RunData):
         """Return samples. ``rows``: documents of each row. None: each document is a row."""
         packed = self.packing != "none"
         return RowDataset(
-            sources, self.sequence_length, self.tokenizer.padding, rows, packed=packed
+            sources,
+            self.sequence_length,
+            self.tokenizer.padding,
+            rows,
+            packed=packed,
+            entries=self._entries,
         )
+
+    @property
+    def _entries(self) -> RowEntries | None:
+        """Makes entries of images. None: the data have no images."""
+        return None if self.processor is None else RowEntries(self.processor)
+
+    @property
+    def _collate(self) -> Collate | None:
+        entries = self._entries
+        return self._cuts if entries is None else CollateImages(entries, self._cuts)
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """Return the training loader, without incomplete batches."""
@@ -377,7 +416,7 @@ class FinetuneData(RunData):
             batch_size=self.batch_size,
             sampler=order,
             drop_last=True,
-            collate_fn=self._cuts,
+            collate_fn=self._collate,
         )
 
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
@@ -388,5 +427,5 @@ class FinetuneData(RunData):
         rows = pack(self._validate.lengths, self.sequence_length) if packed else None
         dataset = self._dataset(self._validate, rows)
         return self._loader_of(
-            dataset, batch_size=self.batch_size, shuffle=False, collate_fn=self._cuts
+            dataset, batch_size=self.batch_size, shuffle=False, collate_fn=self._collate
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from megatron_lightning.data.chat.documents import Document
+from megatron_lightning.data.images.row_entries import IMAGES, RowEntries
 from megatron_lightning.data.pretraining.blend_order import blend_index, normalized
 from megatron_lightning.data.rows.cut_rows import FULL, FullRow
 from megatron_lightning.data.rows.packing import Numbers, Rows, pack, pack_in_windows
@@ -101,9 +102,21 @@ def _permutation(size: int, *seeds: int) -> Numbers:
     return np.random.RandomState(list(seeds)).permutation(size).astype(np.int64)
 
 
+class ImagePlace(NamedTuple):
+    """Place of an image in a row."""
+
+    size: tuple[int, int]
+    """Height and width."""
+    begin: int
+    """First token."""
+    end: int
+    """Token behind the last."""
+
+
 class RowDataset(Dataset[dict[str, Tensor]]):
     """Rows ``{"tokens": int64 [s], "labels": int64 [s], "padding": bool [s]}``. Packed rows also
-    have ``"document_ids"`` and ``"position_ids"`` int64 [s].
+    have ``"document_ids"`` and ``"position_ids"`` int64 [s], and rows of data with images
+    ``"images"``: entries for the model.
 
     ``labels[i]`` follows ``tokens[i]``. ``labels[i]`` is -100 without a loss: in prompts, in
     padding, and at the end of a document. Positions start again with every document. Padding is a
@@ -115,6 +128,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         padding: Id for filling a row.
         rows: Documents of each row. None: each document is a row.
         packed: Whether rows number their documents.
+        entries: Makes entries of images. None: documents have no images.
     """
 
     def __init__(
@@ -125,12 +139,14 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         rows: Rows | None = None,
         *,
         packed: bool = False,
+        entries: RowEntries | None = None,
     ) -> None:
         self._sources = sources
         self._length = sequence_length
         self._padding = padding
         self._rows = rows
         self._packed = packed
+        self._entries = entries
 
     def __len__(self) -> int:
         return len(self._sources) if self._rows is None else len(self._rows)
@@ -146,9 +162,8 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         document_ids = np.full(self._length, len(row), np.int64)
         position_ids = np.arange(self._length)
         begin = 0
-        for position, number in enumerate(row):
-            document: Document = self._sources[number]
-            ids, trained, _ = document
+        documents: list[Document] = [self._sources[number] for number in row]
+        for position, (ids, trained, *_) in enumerate(documents):
             end = begin + len(ids)
             tokens[begin:end] = ids
             labels[begin : end - 1] = np.where(trained[1:], ids[1:], IGNORED)
@@ -162,7 +177,19 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         if self._packed:
             arrays |= {"document_ids": document_ids, "position_ids": position_ids}
         sample: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if self._entries is not None:
+            sample[IMAGES] = self._entries.of_row(documents, self._length)
         return sample | ({FULL: True} if isinstance(row, FullRow) else {})
+
+    def image_places(self, row: tuple[int, ...]) -> list[ImagePlace]:
+        """Return the size and the tokens of every image in a row, without reading the image."""
+        places, begin = [], 0
+        for document in (self._sources[number] for number in row):
+            for image in () if document.images is None else document.images.images:
+                first, stop = image.place
+                places.append(ImagePlace(image.size, begin + first, begin + stop))
+            begin += len(document.ids)
+        return places
 
 
 class RowOrder(Sampler[tuple[int, ...]]):

@@ -58,7 +58,7 @@ class PreferenceData(FinetuneData):
         """Return whether the model reads scores of the data in a fit, a validation or a test."""
         return stage != "predict" and self._model().reads_scores
 
-    def _encoder(self) -> PairEncoder:
+    def _encoder(self, path: str) -> PairEncoder:
         return PairEncoder(self.tokenizer, self.template, self.options, self._ends)
 
     def _parts(self) -> Sequence[Part]:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 from megatron_lightning.data.chat.chat_encoding import BadRows, Truncation
 from megatron_lightning.data.chat.chat_template import TrainOn
 from megatron_lightning.data.chat.chat_view import Reasoning
+from megatron_lightning.data.images.image_options import ImageOptions
 from megatron_lightning.data.order.resume_order import OnChangedData
 from megatron_lightning.data.rows.packed_rows import Packing
 from megatron_lightning.data.rows.source_list import parse_sources
@@ -124,6 +125,8 @@ class FinetuneOptions(RowOptions):
             for each other. 0: rows keep the order.
         train_on: All answers of a conversation, or only the last answer.
         split_turns: Whether every answer becomes a separate sample, behind the earlier messages.
+        images: Images in conversations, for models of ``transformers`` with a vision tower.
+            Default: an image is an error.
 
     Raises:
         ConfigError: If a value, or the combination, cannot work.
@@ -135,6 +138,7 @@ class FinetuneOptions(RowOptions):
     balance_rows: int = 0
     train_on: TrainOn = "answers"
     split_turns: bool = False
+    images: ImageOptions | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,18 +6,23 @@ from megatron_lightning.data.chat.chat_encoding import (
     BROKEN,
     DROPPED,
     MERGED,
+    MISSING,
     NULLS,
     REWRITTEN,
+    UNCUT,
     UNENDED,
 )
 from megatron_lightning.data.chat.documents import Documents
 
 _LEFT_OUT = (
     BROKEN,
+    MISSING,
     "rows without an answer",
     "too long",
     "left out as too long",
     "cut tokens",
+    "lost images",
+    UNCUT,
     "left out without a trained token",
     "left out with the other answer",
     UNENDED,
@@ -36,7 +41,7 @@ def describe_documents(path: str, documents: Documents) -> str:
     line = (
         f"{path}: {counts.get('rows', 0)} rows, {len(documents)} documents, {tokens} tokens, "
         f"{share:.1%} of them trained"
-    )
+    ) + (f", {counts['images']} images" if counts.get("images") else "")
     notes = [f"{name}: {counts[name]}" for name in _LEFT_OUT if counts.get(name)]
     return f"{line} ({', '.join(notes)})" if notes else line
 
@@ -48,6 +53,11 @@ def warning_of(path: str, documents: Documents) -> str | None:
         warnings.append(
             f"{path}: {broken} of {counts.get('rows', 0)} rows cannot be used and are left out "
             "(bad_rows=skip). bad_rows=refuse names them."
+        )
+    if missing := counts.get(MISSING, 0):
+        warnings.append(
+            f"{path}: {missing} of {counts.get('rows', 0)} rows are left out, since an image is "
+            "missing (missing=drop of images). missing=refuse names them."
         )
     if unended := counts.get(UNENDED, 0):
         warnings.append(

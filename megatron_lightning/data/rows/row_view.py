@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_lightning.data.rows.lengths import Histogram, Lengths
-from megatron_lightning.data.rows.packed_rows import IGNORED
+from megatron_lightning.data.rows.packed_rows import IGNORED, ImagePlace
 from megatron_lightning.data.rows.packing import Numbers
 from megatron_lightning.optional import require
 
@@ -34,16 +34,23 @@ def new_console() -> Any:
     return Console(highlight=False, soft_wrap=True)
 
 
-def sample_text(sample: Mapping[str, npt.NDArray[np.int64]], decode: Decode) -> Text:
+def sample_text(
+    sample: Mapping[str, npt.NDArray[np.int64]],
+    decode: Decode,
+    images: Sequence[ImagePlace] = (),
+) -> Text:
     """Return a sample as text: each token in the style of its kind, a line between two documents.
 
     Args:
         sample: ``tokens`` and ``labels`` [s], and ``document_ids`` [s] if documents share a row.
         decode: Ids -> text.
+        images: Places of images, shown by their size.
     """
     require("rich", "a picture of data")
     from rich.text import Text
 
+    notes = {one.begin: _image_note(one) for one in images}
+    bounds = {bound for one in images for bound in (one.begin, one.end)}
     tokens, labels = sample["tokens"], sample["labels"]
     documents = sample.get("document_ids", np.zeros(len(tokens), np.int64))
     trained = np.zeros(len(tokens), bool)
@@ -52,12 +59,19 @@ def sample_text(sample: Mapping[str, npt.NDArray[np.int64]], decode: Decode) -> 
     text, begin = Text(), 0
     for stop in range(1, end + 1):
         continues = (
-            stop < end and trained[stop] == trained[begin] and documents[stop] == documents[begin]
+            stop not in bounds
+            and stop < end
+            and trained[stop] == trained[begin]
+            and documents[stop] == documents[begin]
         )
         if continues:
             continue
-        decoded = decode(tokens[begin:stop].tolist()).translate(_SPACES)
-        text.append(decoded, style=TRAINED if trained[begin] else PROMPT)
+        if begin in notes:
+            decoded = notes[begin]
+            text.append(decoded, style=NOTE)
+        else:
+            decoded = decode(tokens[begin:stop].tolist()).translate(_SPACES)
+            text.append(decoded, style=TRAINED if trained[begin] else PROMPT)
         if stop < end and documents[stop] != documents[begin]:
             text.append("\n" if not decoded.endswith("\n") else "")
             text.append(f"{'─' * 12} document {documents[stop] + 1}\n", style=NOTE)
@@ -65,6 +79,11 @@ def sample_text(sample: Mapping[str, npt.NDArray[np.int64]], decode: Decode) -> 
     if end < len(tokens):
         text.append(f"\n{len(tokens) - end} tokens of padding", style=NOTE)
     return text
+
+
+def _image_note(image: ImagePlace) -> str:
+    height, width = image.size
+    return f"[image {height} \u00d7 {width}, {image.end - image.begin} tokens]"
 
 
 def _end(trained: npt.NDArray[np.bool_], documents: Numbers, *, packed: bool) -> int:

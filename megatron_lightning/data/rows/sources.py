@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from megatron_lightning.data.images.image_options import ImageOptions
 from megatron_lightning.data.text.formats import ROW_SUFFIXES, Kind, format_of, opened, without_bom
 from megatron_lightning.data.text.records import Record
 from megatron_lightning.errors import DataError
@@ -194,8 +195,28 @@ def _rows_of(path: str, batches: Any) -> Iterator[Row]:
 
 
 def _read_dataset(path: str, split: str, subset: str | None) -> Iterator[Row]:
-    for index, fields in enumerate(load_dataset(path, split=split, subset=subset)):
+    for index, fields in enumerate(_undecoded(load_dataset(path, split=split, subset=subset))):
         yield Row(f"{path}[{index}]", without_missing(fields))
+
+
+def _undecoded(rows: Any) -> Any:
+    """Return a data set whose images are bytes and paths, as in its files."""
+    features = getattr(rows, "features", None)
+    made = _with_bytes(features)
+    return rows if made == features else rows.cast(made)
+
+
+def _with_bytes(feature: Any) -> Any:
+    """Return a type of columns with bytes in the place of decoded images."""
+    if type(feature).__name__ == "Image":
+        return type(feature)(decode=False)
+    if isinstance(feature, dict):
+        return type(feature)({name: _with_bytes(one) for name, one in feature.items()})
+    if isinstance(feature, list):
+        return [_with_bytes(one) for one in feature]
+    if hasattr(feature, "feature"):  # lists, fixed or not
+        return type(feature)(_with_bytes(feature.feature), length=feature.length)
+    return feature
 
 
 def load_dataset(path: str, *, split: str, subset: str | None) -> Any:
@@ -228,6 +249,24 @@ def load_dataset(path: str, *, split: str, subset: str | None) -> Any:
             raise DataError(f"{path} has the splits {sorted(rows)}. Set split to one of them.")
         rows = rows[split]
     return rows
+
+
+def images_folder(path: str, options: ImageOptions) -> Path | None:
+    """Return the folder of the images of a source: as set, or the folder of its files. None: its
+    rows have no folder beside them, as data sets on the Hub.
+    """
+    from megatron_lightning.data.indexed.remote import store_of
+
+    if options.folder is not None:
+        return Path(options.folder)
+    files = source_files(path)
+    if any("://" in file for file in files):
+        return None
+    folders = {Path(file).parent for file in files}
+    if files:
+        return folders.pop() if len(folders) == 1 else None
+    system, folder = store_of(path)
+    return Path(folder) if "://" not in path and system.isdir(folder) else None
 
 
 def without_missing(value: Any) -> Any:

@@ -362,8 +362,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no messages": ({"messages": []}, "must be a list of messages, and not an empty one"),
     "no role": ({"messages": [{"content": "a"}]}, "message 0 of messages must be an object"),
     "an image": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "a part of the type 'image_url', and only text can be trained",
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, TWO[1]]},
+        "message 0 has an image, and only text can be trained here; set images",
     ),
     "another key": (
         {"messages": [{"role": "user", "text": "a"}, TWO[1]]},

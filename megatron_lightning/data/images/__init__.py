@@ -1,0 +1,1 @@
+"""Images in conversations: sources, growth of placeholders, entries for models."""

@@ -1,0 +1,110 @@
+"""Images of a row: parts of messages, and columns of images beside ``<image>`` in texts.
+
+Nothing is opened here. A source is what the row says.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_lightning.errors import DataError
+
+IMAGE = "\ufdd0"
+"""Character at the place of an image in the content of a message. Unicode leaves it to programs."""
+TAG = "<image>"
+"""Place of an image in the texts of rows with a column of images (LLaVA, ShareGPT)."""
+TYPES = ("image", "image_url", "input_image")
+_COLUMNS = ("image", "images")
+_KEYS = ("image", "image_url", "url", "path", "bytes")
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """An image as named in a row."""
+
+    where: str
+    """Row and message, for messages."""
+    address: str | None = None
+    """Path, data URL or web address."""
+    data: bytes | None = None
+    """The file's bytes, of rows that hold images."""
+
+
+class RowImages:
+    """Images of a row, in the order of their places.
+
+    Args:
+        where: File and line of the row.
+        fields: Fields of the row.
+
+    Raises:
+        DataError: If a column holds something else.
+    """
+
+    def __init__(self, where: str, fields: Mapping[str, Any]) -> None:
+        self._where = where
+        self.sources: list[ImageSource] = []
+        """Images with a place so far."""
+        self._column, values = image_column(fields)
+        self._left = deque(values)
+
+    def placed(self, index: int, content: str) -> str:
+        """Return the text of a message, with a character in the place of every image."""
+        if not self._column:
+            return content
+        for _ in range(content.count(TAG)):
+            self._place_next(index)
+        return content.replace(TAG, IMAGE)
+
+    def part(self, index: int, part: Mapping[str, Any]) -> str:
+        """Return the character in the place of a part with an image."""
+        value = next((part[key] for key in _KEYS if part.get(key) is not None), None)
+        if value is None:
+            self._place_next(index)
+        else:
+            self._add(index, value)
+        return IMAGE
+
+    @property
+    def num_left(self) -> int:
+        """Number of images of the column without a place."""
+        return len(self._left)
+
+    def _place_next(self, index: int) -> None:
+        if not self._left:
+            raise DataError(
+                f"{self._where}: message {index} has a place for an image, and no image is left "
+                f"for it in {self._column or 'the row'}; add the image, or remove the place"
+            )
+        self._add(index, self._left.popleft())
+
+    def _add(self, index: int, value: Any) -> None:
+        where = f"{self._where}: message {index}"
+        self.sources.append(_source(where, value))
+
+
+def image_column(fields: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """Return the name and the images of the row's column of images. Empty: there is none."""
+    for name in _COLUMNS:
+        value = fields.get(name)
+        if value is not None and value not in ("", []):
+            return name, list(value) if isinstance(value, list | tuple) else [value]
+    return "", []
+
+
+def _source(where: str, value: Any) -> ImageSource:
+    if isinstance(value, Mapping):
+        if isinstance(value.get("bytes"), bytes):
+            return ImageSource(where, data=value["bytes"])
+        value = next((value[key] for key in ("url", "path") if value.get(key)), value)
+    if isinstance(value, bytes):
+        return ImageSource(where, data=value)
+    if isinstance(value, str) and value:
+        return ImageSource(where, address=value)
+    raise DataError(
+        f"{where} has an image of the type {type(value).__name__}; write a path, a data URL, or an "
+        "object with bytes"
+    )

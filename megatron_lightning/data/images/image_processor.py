@@ -1,0 +1,310 @@
+"""The processor of a folder, asked how a placeholder grows, and for the entries of a document.
+
+Nothing here knows a family. Entries are what the processor returns beside ids, and the dims along
+which an entry grows are found by a probe with two images and with three.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from megatron_lightning.data.images.image_files import Size
+from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.file_names import CONFIG, TOKENIZER_CONFIG
+from megatron_lightning.optional import require
+
+_DROPPED = ("input_ids", "attention_mask", "labels")
+"""Entries of a processor that the data make themselves."""
+_NAMED_IN = ("processor_config.json", "preprocessor_config.json", TOKENIZER_CONFIG)
+_PROBE = (24, 24)
+"""Height and width of blank images."""
+Dims = dict[int, str]
+"""Dim -> what makes it longer: ``token`` or ``image``."""
+Entries = dict[str, Tensor]
+
+
+class ImageProcessor:
+    """Text and pictures -> ids and entries of a model.
+
+    Args:
+        kind: Class of the processor in ``transformers``.
+        parts: Image processor and tokenizer by the names of the class's arguments. A part for
+            videos or sound is None.
+        settings: Further settings of the processor.
+    """
+
+    def __init__(self, kind: type, parts: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        self._given = kind, dict(parts), dict(settings)
+        made: Any = _with_missing_parts(kind)
+        self._processor = made.from_args_and_dict(list(parts.values()), dict(settings))
+        self._growth: dict[tuple[Size, int], str] = {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The class without some parts has no name to find it by.
+        state = {"placeholder": self.placeholder, "words": self.words, "word_ids": self.word_ids}
+        return type(self), self._given, {**state, "_does_grow": self._does_grow}
+
+    @classmethod
+    def load(
+        cls, folder: Path, tokenizer: Any, options: Mapping[str, Any], *, trusts: bool = False
+    ) -> ImageProcessor:
+        """Return the processor of a folder. Parts for videos are not built: they need torchvision.
+
+        Args:
+            folder: Folder of a model.
+            tokenizer: Tokenizer of ``transformers`` that makes the ids of the data.
+            options: Settings of the image processor in place of the folder's.
+            trusts: Whether code in the folder may run.
+
+        Raises:
+            ConfigError: If the folder has no processor, or the processor needs torchvision.
+        """
+        require("PIL", "images", "pip install pillow")
+        kind = _kind(folder, trusts=trusts)
+        names = kind.get_attributes()
+        if "image_processor" not in names or "tokenizer" not in names:
+            raise ConfigError(
+                f"the processor {kind.__name__} of {folder} has {', '.join(names)}, and chats with "
+                "images need an image_processor and a tokenizer; take another model"
+            )
+        parts = dict.fromkeys(names)
+        parts["tokenizer"] = tokenizer
+        parts["image_processor"] = _image_processor(folder, options, trusts=trusts)
+        settings, _ = kind.get_processor_dict(str(folder))
+        return cls(kind, parts, {k: v for k, v in settings.items() if k not in names})
+
+    @property
+    def name(self) -> str:
+        """Class of the processor."""
+        return self._given[0].__name__
+
+    @property
+    def chat_template(self) -> str | None:
+        """Template of conversations of the processor."""
+        template = getattr(self._processor, "chat_template", None)
+        return template if isinstance(template, str) else None
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """All settings that ids and pixels depend on, and the backend of the pixels."""
+        images = self._processor.image_processor
+        settings = {**self._given[2], "image_processor": images.to_dict()}
+        return {
+            "kind": self.name,
+            "backend": type(images).__name__,
+            "settings": json.loads(json.dumps(settings, sort_keys=True, default=str)),
+        }
+
+    def find_placeholder(self, text: str) -> None:
+        """Find the placeholder, and the words that stand for images.
+
+        Args:
+            text: Conversation with one image, written by the chat template.
+
+        Raises:
+            ConfigError: If there is none, or the processor does not say what it becomes.
+        """
+        token = getattr(self._processor, "image_token", None)
+        texts = [text, *([token] if isinstance(token, str) else [])]  # a template of text alone
+        for one in texts:
+            offsets, ids = self._tried(one)
+            if len(offsets) == 1:
+                self.placeholder = offsets[0]["text"]
+                self._set_words(offsets[0]["replacement"])
+                return
+            if isinstance(token, str) and one.count(token) == 1 and ids == self.tokens(one):
+                self.placeholder, self._does_grow = token, False  # one token that stays one
+                self._set_words(token)
+                return
+        raise ConfigError(
+            f"the processor {self.name} does not say what the place of an image becomes in the "
+            "chat template's text, so that answers cannot be told from images. Set chat_template "
+            "to the model's own, or take another model."
+        )
+
+    def _set_words(self, growth: str) -> None:
+        ids = set(self.tokens(growth)) | set(self.tokens(self.placeholder))
+        tokenizer = self._processor.tokenizer
+        added = {token: one.content for token, one in tokenizer.added_tokens_decoder.items()}
+        self.words = tuple(sorted({self.placeholder, *(added[i] for i in ids if i in added)}))
+        self.word_ids = tuple(sorted(ids & added.keys()))
+
+    def _tried(self, text: str) -> tuple[list[dict[str, Any]], list[int]]:
+        try:
+            return self._asked(text, [_PROBE])
+        except DataError:  # no place in the text
+            return [], []
+
+    placeholder: str = ""
+    """Text in the place of an image. Empty: not yet known."""
+    words: tuple[str, ...] = ()
+    """Added tokens that stand for images."""
+    word_ids: tuple[int, ...] = ()
+    """Their ids."""
+    _does_grow = True
+
+    def growth(self, sizes: Sequence[Size]) -> list[str]:
+        """Return the text that the placeholder of each image of a document becomes.
+
+        Blank pictures of the same sizes are processed, once for a size and a number of images of
+        the document.
+        """
+        if not self._does_grow:
+            return [self.placeholder] * len(sizes)
+        keys = [(size, len(sizes)) for size in sizes]
+        if any(key not in self._growth for key in keys):
+            offsets, _ = self._asked(self.placeholder * len(sizes), sizes)
+            texts = [one["replacement"] for one in offsets]
+            self._growth |= dict(zip(keys, texts, strict=True))
+        return [self._growth[key] for key in keys]
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        ids: list[int] = self._processor.tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
+    def document(self, text: str, pictures: Sequence[Any]) -> tuple[list[int], Entries]:
+        """Return the ids of a document, and the entries for the model.
+
+        Args:
+            text: The document, with a placeholder for each image.
+            pictures: Pictures of Pillow in RGB.
+        """
+        given = self._call(text, pictures, return_tensors="pt")
+        ids: list[int] = given["input_ids"][0].tolist()
+        return ids, {name: one for name, one in given.items() if name not in _DROPPED}
+
+    @cached_property
+    def dims(self) -> Mapping[str, Dims]:
+        """Entry -> the dims that tokens or images make longer. Empty: a value for each row."""
+        two, three = self._probe
+        lengths = (two["input_ids"].shape[1], three["input_ids"].shape[1])
+        return {
+            name: {
+                dim: "token" if sizes == lengths else "image"
+                for dim, sizes in enumerate(zip(two[name].shape, three[name].shape, strict=True))
+                if sizes[0] != sizes[1]
+            }
+            for name in two
+            if name not in _DROPPED
+        }
+
+    def entries_of_text(self, length: int) -> Entries:
+        """Return the entries of a document of text: zeros along tokens, empty along images. A value
+        for each row is for rows with images alone.
+        """
+        return {
+            name: self._probe[0][name].new_zeros(
+                [
+                    length if dims.get(dim) == "token" else 0 if dim in (dims or {0: ""}) else size
+                    for dim, size in enumerate(self._probe[0][name].shape)
+                ]
+            )
+            for name, dims in self.dims.items()
+        }
+
+    @cached_property
+    def _probe(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """Results for two images, and for three: a lone one may be tiled in another way."""
+        one = _blank(_PROBE)
+        two, three = (
+            self._call(f"x{self.placeholder}" * number, [one] * number, return_tensors="pt")
+            for number in (2, 3)
+        )
+        return two, three
+
+    def _asked(self, text: str, sizes: Sequence[Size]) -> tuple[list[dict[str, Any]], list[int]]:
+        """Return the growth of placeholders, empty if nothing is known, and ids."""
+        blanks = [_blank(size) for size in sizes]
+        given = self._call(text, blanks, return_text_replacement_offsets=True)
+        offsets = given.get("text_replacement_offsets") or [[]]
+        return list(offsets[0]), list(np.asarray(given["input_ids"][0]).tolist())
+
+    def _call(self, text: str, pictures: Sequence[Any], **options: Any) -> Mapping[str, Any]:
+        try:
+            given: Mapping[str, Any] = self._processor(
+                text=[text], images=[list(pictures)], add_special_tokens=False, **options
+            )
+        except (ValueError, TypeError, RuntimeError, StopIteration, IndexError) as error:
+            raise DataError(
+                f"the processor {self.name} refuses {len(pictures)} images of the sizes "
+                f"{[(one.height, one.width) for one in pictures[:4]]} (height, width): {error}"
+            ) from error
+        return given
+
+
+def _blank(size: Size) -> Any:
+    from PIL import Image
+
+    return Image.new("RGB", (size[1], size[0]))
+
+
+def _with_missing_parts(kind: Any) -> Any:
+    """Return a subclass of a processor that takes None for parts that nobody calls."""
+
+    class Processor(kind):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument is None:
+                return None
+            return super().check_argument_for_proper_class(argument_name, argument)
+
+    Processor.__name__ = kind.__name__
+    return Processor
+
+
+def _kind(folder: Path, *, trusts: bool) -> Any:
+    """Return the class of a folder's processor.
+
+    Raises:
+        ConfigError: If the folder names none.
+    """
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    for name in _NAMED_IN:
+        file = folder / name
+        named = json.loads(file.read_text()).get("processor_class") if file.is_file() else None
+        kind = getattr(transformers, named, None) if isinstance(named, str) else None
+        if kind is not None:
+            return kind
+    if (folder / CONFIG).is_file():
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trusts)
+        if type(config) in PROCESSOR_MAPPING:
+            return PROCESSOR_MAPPING[type(config)]
+    raise ConfigError(
+        f"{folder} has no processor known to transformers, which chats with images need; copy "
+        "processor_config.json and preprocessor_config.json of the model into the folder"
+    )
+
+
+def _image_processor(folder: Path, options: Mapping[str, Any], *, trusts: bool) -> Any:
+    from transformers import AutoImageProcessor
+
+    load: Any = AutoImageProcessor.from_pretrained
+    try:
+        made = load(folder, trust_remote_code=trusts, **options)
+    except ImportError as error:
+        raise ConfigError(
+            f"the image processor of {folder} cannot be made ({error}). Install torchvision of the "
+            "same build as torch: pip install torchvision --index-url "
+            "https://download.pytorch.org/whl/cpu, or …/whl/cu130 with CUDA."
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} has no image processor ({error}); copy preprocessor_config.json of the "
+            "model into the folder"
+        ) from error
+    unknown = [name for name in options if name not in made.to_dict() and not hasattr(made, name)]
+    if unknown:
+        raise ConfigError(
+            f"processor_options has {unknown[0]!r}, which {type(made).__name__} does not know; it "
+            f"knows {', '.join(sorted(made.to_dict()))}"
+        )
+    return made

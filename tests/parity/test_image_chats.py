@@ -1,0 +1,107 @@
+"""Fine-tuning of chats with images on layouts equals one process, and transformers' own losses."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("PIL")
+
+from megatron_lightning.data.images.image_options import ImageOptions
+from megatron_lightning.modules import FinetuneDataModule, HuggingFaceModule
+from tests.helpers.image_folders import make_image_folder, write_image_rows
+from tests.helpers.layouts import fit_losses, make_layout
+from tests.helpers.ranks import run_ranks
+
+STEPS, GLOBAL_BATCH = 3, 4
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        make_layout("tp2", 2, tp=2),
+        make_layout("pp2", 2, pp=2, mbs=1),  # stages of micro-batches with and without images
+        make_layout("fsdp2", 2, dp="fsdp"),  # in some steps a rank has no image
+        make_layout("tp2-pp2", 4, tp=2, pp=2, mbs=2),
+    )
+}
+Run = tuple[list[float], list[float]]
+
+
+@cache
+def _folders(family: str) -> tuple[str, str]:
+    """Return the folder of a model, and rows."""
+    parent = Path(mkdtemp(prefix="images-"))
+    return str(make_image_folder(family, parent)), write_image_rows(parent, GLOBAL_BATCH * STEPS)
+
+
+def _fit(layout: str | None, model: str, rows: str) -> Run:
+    """Return losses and gradient norms."""
+    chosen = None if layout is None else LAYOUTS[layout]
+    data = FinetuneDataModule(
+        rows,
+        sequence_length=192,
+        batch_size=GLOBAL_BATCH // (1 if chosen is None else chosen.data),
+        images=ImageOptions(),
+        cache_dir=f"{model}/../cache",
+    )
+    module = HuggingFaceModule(model, learning_rate=1e-2)
+    return fit_losses(chosen, module, data, steps=STEPS, gradient_clip_val=1.0)
+
+
+@cache
+def _one_process(family: str) -> Run:
+    ((losses, norms),) = run_ranks(1, partial(_fit, None, *_folders(family)))
+    return losses, norms
+
+
+_USUAL = (("pp2", "qwen2_5_vl"), ("fsdp2", "llava"), ("tp2", "gemma3"))
+_CASES = [
+    pytest.param(layout, family, marks=() if (layout, family) in _USUAL else pytest.mark.slow)
+    for layout in LAYOUTS
+    for family in ("qwen2_5_vl", "llava", "gemma3", "idefics3")
+    if family != "idefics3" or "pp" not in layout  # its check of counts reads a value
+]
+
+
+@pytest.mark.parametrize(("layout", "family"), _CASES)
+def test_a_layout_equals_one_process(layout: str, family: str) -> None:
+    expected, norms = _one_process(family)
+    results = run_ranks(LAYOUTS[layout].ranks, partial(_fit, layout, *_folders(family)))
+    # fp32, sums in another order.
+    assert results[0][1] == pytest.approx(norms, rel=2e-5)
+    if LAYOUTS[layout].data == 1:  # ranks with other rows have means of other tokens
+        assert results[0][0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_loss_is_that_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    for family in ("qwen2_5_vl", "gemma3"):
+        model, rows = _folders(family)
+        module = HuggingFaceModule(model)
+        data = FinetuneDataModule(
+            rows, sequence_length=192, batch_size=3, images=ImageOptions(), cache_dir=str(tmp_path)
+        )
+        data.use_model(module)
+        data.prepare_data()
+        data.setup("fit")
+        stock = AutoModelForImageTextToText.from_pretrained(model).train()
+        batch = next(iter(data.train_dataloader()))
+        losses, counts = 0.0, 0
+        for row in range(3):  # alone, as a user would call it
+            length = int((~batch["padding"][row]).sum())
+            given = {
+                name: value[:, :length] if name.endswith("token_type_ids") else value
+                for name, value in batch["images"][row].items()
+                if value.numel()
+            }
+            logits = stock(input_ids=batch["tokens"][row : row + 1, :length], **given).logits
+            labels = batch["labels"][row, :length]
+            losses += torch.nn.functional.cross_entropy(logits[0], labels, reduction="sum").item()
+            counts += int((labels != -100).sum())
+        own = module.training_step(batch, 0)["loss"].item()
+        assert own == pytest.approx(losses / counts, rel=1e-5)
