@@ -48,7 +48,6 @@ from megatron_lightning.strategies.module import (
     wrap_configure_model,
 )
 from megatron_lightning.strategies.partitioned_module import PartitionedModule
-from megatron_lightning.strategies.step.gradients.training import Training
 from megatron_lightning.strategies.step.loaders.dataloaders import (
     announce_skipped,
     skipped_samples,
@@ -57,6 +56,7 @@ from megatron_lightning.strategies.step.loaders.shared_loader import shared_load
 from megatron_lightning.strategies.step.native import NativeStepRunner
 from megatron_lightning.strategies.step.pipelined import PipelinedStepRunner
 from megatron_lightning.strategies.step.step_runner import StepRunner
+from megatron_lightning.strategies.step.training import Training
 from megatron_lightning.strategies.step.validation_clock import ValidationClock
 from megatron_lightning.strategies.summary import hidden_example
 

@@ -30,9 +30,9 @@ from megatron_lightning.step.values.random_states import RandomStates
 from megatron_lightning.step.values.reports import StepReports
 from megatron_lightning.step.values.sequence_parts import SequenceParts
 from megatron_lightning.step.written_weights import WrittenWeights
-from megatron_lightning.strategies.step.gradients.training import Training
 from megatron_lightning.strategies.step.loaders.consumed_samples import ConsumedSamples
 from megatron_lightning.strategies.step.precision_contexts import PrecisionContexts, UnitOrder
+from megatron_lightning.strategies.step.training import Training
 
 
 @dataclass(frozen=True, kw_only=True)

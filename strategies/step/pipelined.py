@@ -41,8 +41,8 @@ from megatron_lightning.step.program import UserProgram
 from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.step.step_run import StepRun
 from megatron_lightning.strategies.lightning_internals import skips_backward
-from megatron_lightning.strategies.step.gradients.training import Training
 from megatron_lightning.strategies.step.step_runner import StepRunner
+from megatron_lightning.strategies.step.training import Training
 
 
 class PipelinedStepRunner(StepRunner):

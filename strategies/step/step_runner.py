@@ -38,8 +38,8 @@ from megatron_lightning.step.user_code import watch_hooks
 from megatron_lightning.step.values.sequence_parts import SequenceParts
 from megatron_lightning.strategies.fp8 import check_rerun
 from megatron_lightning.strategies.lightning_internals import evaluation_batches
-from megatron_lightning.strategies.step.gradients.training import Training
 from megatron_lightning.strategies.step.participants import SharedParts, step_participants
+from megatron_lightning.strategies.step.training import Training
 
 _ASK_BEFORE = "Ask for it in a hook before the step (setup, on_fit_start) and keep it."
 
