@@ -61,7 +61,7 @@ def describe(recipe: PlannedRun, errors: Errors) -> dict[str, Any] | None:
         if description is None:
             return None
         sections, needed, grid = description
-        return {"grid": _grid(grid, has_experts=False), **sections, "bytes": _bytes(needed)}
+        return {"grid": _grid(recipe, grid, has_experts=False), **sections, "bytes": _bytes(needed)}
     return _describe_recipe(cast("Recipe", recipe), errors)
 
 
@@ -85,7 +85,7 @@ def _describe_recipe(recipe: Recipe, errors: Errors) -> dict[str, Any] | None:
     if needed is None:
         return None
     return {
-        "grid": _grid(grid, has_experts=recipe.model.moe is not None),
+        "grid": _grid(recipe, grid, has_experts=recipe.model.moe is not None),
         "stages": _stages(recipe, choice, stages),
         "bytes": _bytes(needed),
         "flops": _flops(recipe, grid),
@@ -94,11 +94,13 @@ def _describe_recipe(recipe: Recipe, errors: Errors) -> dict[str, Any] | None:
     }
 
 
-def _grid(grid: RankGrid, *, has_experts: bool) -> dict[str, Any]:
+def _grid(recipe: PlannedRun, grid: RankGrid, *, has_experts: bool) -> dict[str, Any]:
     shown = (*_DENSE, *_EXPERT) if has_experts else _DENSE
     axes = {axis: grid.size(axis) for axis in (*_DENSE, *_EXPERT)}
     return {
         "world_size": grid.world_size,
+        "num_nodes": recipe.num_nodes,
+        "node_size": recipe.node_size,
         "order": grid.layout.order,
         "sequence_parallel": grid.layout.sp,
         **axes,

@@ -51,6 +51,11 @@ class PlannedRun:
     compile: CompileScope | None
 
     @property
+    def num_nodes(self) -> int:
+        """Nodes of the run."""
+        return ceil(self.world_size / self.node_size)
+
+    @property
     def num_microbatches(self) -> int:
         """Micro-batches of a pipeline run."""
         return ceil(self.batch_size / self.micro_batch_size)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "examples" / "cluster"
 
 
 def _run(script: str, folder: Path, srun: str, *, requeue_code: int = 0) -> tuple[int, list[str]]:
@@ -87,3 +89,19 @@ def test_a_job_that_cannot_be_queued_again_does_not_end_as_finished(
 ) -> None:
     srun = f"{_says(tmp_path, 'sigterm')}; exit 75"
     assert _run(script, tmp_path, srun, requeue_code=1) == (75, ["srun", "scontrol"])
+
+
+def test_a_recipe_names_the_nodes_of_its_job(tmp_path: Path) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/bash\necho sbatch $@\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    paths = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {name: value for name, value in os.environ.items() if "SLURM" not in name}
+    recipe = ["--config", str(ROOT / "configs" / "llama3_8b.yaml")]
+    command = ["bash", str(CLUSTER / "slurm.sbatch"), *recipe]
+    ran = subprocess.run(
+        [*command, "--trainer.num_nodes=2"],
+        env=environment | {"PATH": paths, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    nodes = "sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8"
+    assert ran.stdout.split() == [*nodes.split(), *command[1:], "--trainer.num_nodes=2"]

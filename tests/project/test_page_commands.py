@@ -15,7 +15,7 @@ import pytest
 from megatron_lightning import cli
 from tests.project.test_readme import COMMANDS, ROOT, blocks, commands_of, fit_options
 
-OTHERS = ("python", "pip", "sbatch", "export", "torchrun", "srun")
+OTHERS = ("python", "pip", "bash", "sbatch", "export", "torchrun", "srun")
 """Programs of others. What they start of ours is parsed."""
 
 
@@ -79,7 +79,8 @@ def _lines(page: Path) -> list[str]:
 def test_each_line_of_a_shell_block_is_one_command(page: str) -> None:
     """A block whose lines were joined would run its first command with the others as arguments."""
     pages = sorted((ROOT / page).rglob("*.md")) if page == "docs" else [ROOT / page]
-    programs = {"make", "git", "pip", "python", "sbatch", "export", "torchrun", "srun", "openssl"}
+    programs = {"make", "git", "pip", "python", "export", "torchrun", "srun", "openssl"}
+    programs |= {"bash", "sbatch"}
     programs |= {"megatron-lightning", "mkdocs", "pre-commit", "docker", "sky", "ray", "curl", "cd"}
     for line in itertools.chain.from_iterable(map(_lines, pages)):
         if line.startswith("#"):

@@ -72,7 +72,13 @@ def options_of(found: FoundLayout) -> list[str]:
         for unit in ("embedding", "loss"):
             name = f"account_for_{unit}_in_pipeline_split"
             values[f"pipeline_options.{name}"] = getattr(pipeline, name)
-    return [f"{_STRATEGY}{name}={_word(value)}" for name, value in values.items()]
+    nodes = f"--trainer.num_nodes={recipe.num_nodes}"
+    devices = f"--trainer.devices={recipe.node_size}"
+    return [
+        nodes,
+        devices,
+        *(f"{_STRATEGY}{name}={_word(value)}" for name, value in values.items()),
+    ]
 
 
 def _word(value: Any) -> str:

@@ -185,6 +185,7 @@ def test_a_search_lists_what_a_plan_of_its_options_says() -> None:
     for one in (layouts[0], next(one for one in layouts if one["recompute"] == "nothing"
                                  and one["virtual_pipeline_model_parallel_size"] > 1)):  # fmt: skip
         overrides = [option.removeprefix("--") for option in one["options"]]
+        assert overrides[:2] == ["trainer.num_nodes=4", "trainer.devices=8"]
         count = one["data_parallel_size"]
         overrides.append(f"data.init_args.batch_size={128 // count}")
         described = json.loads(plan(config=recipe, overrides=overrides, json=True)[0])
