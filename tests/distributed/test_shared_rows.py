@@ -107,13 +107,26 @@ def _made(make: Callable[[], nn.Module]) -> nn.Module:
     return make()
 
 
-def _gradients(model: Any, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    logits = model(input_ids=tokens).logits
+def _gradients(model: Any, tokens: Tensor, targets: Tensor, **given: Any) -> dict[str, Tensor]:
+    logits = model(input_ids=tokens, **given).logits
     loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
     model.zero_grad()
     loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return found | {"loss": loss.detach()}
+
+
+def _largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the largest difference of gradients summed over the ranks, each of its own size and a
+    tenth of the largest.
+    """
+    size = max(float(x.norm()) for x in expected.values())
+    worst = 0.0
+    for parameter, gradient in found.items():
+        dist.all_reduce(gradient)
+        difference = (gradient - expected[parameter]).norm()
+        worst = max(worst, float(difference / (expected[parameter].norm() + 0.1 * size)))
+    return worst
 
 
 def _differences(names: list[str]) -> dict[str, tuple[list[str], float]]:
@@ -127,13 +140,7 @@ def _differences(names: list[str]) -> dict[str, tuple[list[str], float]]:
         part = shared.ranks.part
         with shared.rows_of(LENGTH):
             found = _gradients(model, part.split(tokens, 1), part.split(targets, 1))
-        size = max(float(x.norm()) for x in expected.values())
-        worst = 0.0
-        for parameter, gradient in found.items():
-            dist.all_reduce(gradient)
-            difference = (gradient - expected[parameter]).norm()
-            worst = max(worst, float(difference / (expected[parameter].norm() + 0.1 * size)))
-        results[name] = list(shared.kinds.values()), worst
+        results[name] = list(shared.kinds.values()), _largest_difference(found, expected)
     return results
 
 
@@ -150,11 +157,11 @@ _SEQUENCE_INFO = ring.SequenceInfo
 _ATTEND = ring.RingFunctions.attend
 
 
-def _without_windows(causal: bool, window: int | None) -> Any:
+def _without_windows(causal: bool, window: int | None, documents: Any = None) -> Any:
     return _SEQUENCE_INFO(causal=causal)
 
 
-def _wider(causal: bool, window: int | None) -> Any:
+def _wider(causal: bool, window: int | None, documents: Any = None) -> Any:
     return _SEQUENCE_INFO(causal=causal, window=None if window is None else window + 1)
 
 
@@ -164,6 +171,10 @@ def _without_sinks(self: Any, *args: Any, s_aux: Any = None, **kwargs: Any) -> A
 
 def _other_scale(self: Any, *args: Any, scaling: float, **kwargs: Any) -> Any:
     return _ATTEND(self, *args, scaling=1.002 * scaling, **kwargs)
+
+
+def _without_documents(self: Any, *args: Any, documents: Any = None, **kwargs: Any) -> Any:
+    return _ATTEND(self, *args, **kwargs)
 
 
 def _no_tokens_before(self: Segments, x: Tensor, number: int) -> Tensor:
@@ -196,6 +207,47 @@ def _kinds_of_faults() -> dict[str, list[str]]:
 def test_a_way_that_differs_in_a_detail_is_not_taken() -> None:
     expected = {name: fault[-1] for name, fault in FAULTS.items()}
     assert run_ranks(2, _kinds_of_faults) == [expected, expected]
+
+
+DOCUMENTS = ([9, 39], [20, 5, 23])
+"""Lengths of the documents of two rows, which end anywhere in a rank's part."""
+
+
+def _packed() -> tuple[float, str, str]:
+    """Return the difference of packed rows from documents alone, and refusals of a model that does
+    not keep documents apart, and of attention that ignores them.
+    """
+    tokens, targets = torch.randint(32, (2, 2, LENGTH), generator=torch.Generator().manual_seed(9))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
+    model, expected = _made(_gemma), {}
+    for row, lengths in enumerate(DOCUMENTS):
+        for document, of in zip(
+            tokens[row].split(lengths), targets[row].split(lengths), strict=True
+        ):
+            for name, gradient in _gradients(model, document[None], of[None]).items():
+                expected[name] = expected.get(name, 0) + gradient
+
+    def of_ranks(model: nn.Module, fault: Any = _ATTEND) -> dict[str, Tensor]:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(ring.RingFunctions, "attend", fault)
+            shared = _shared(model)
+            with shared.rows_of(LENGTH):
+                parts = [shared.ranks.part.split(x, 1) for x in (tokens, targets, positions)]
+                return _gradients(model, *parts[:2], position_ids=parts[2])
+
+    found = _largest_difference(of_ranks(model), expected)
+    with pytest.raises(ConfigError) as leaks:
+        of_ranks(_made(_qwen3_5))
+    with pytest.raises(ConfigError) as ignored:
+        of_ranks(_made(_gemma), _without_documents)
+    return found, str(leaks.value), str(ignored.value)
+
+
+def test_documents_are_kept_apart_or_refused() -> None:
+    for difference, *refusals in run_ranks(2, _packed):
+        assert difference < 3e-6
+        for refusal in refusals:
+            assert "does not keep such documents apart" in refusal
 
 
 def _kinds_that_are_set() -> tuple[list[str], str]:

@@ -31,6 +31,12 @@ from megatron_lightning.layers.shared_rows.mixers import SharedMixer, SharingRan
 from megatron_lightning.layers.shared_rows.other_names import bind_names
 from megatron_lightning.layers.shared_rows.places import changed, tensors
 from megatron_lightning.layers.shared_rows.probe import Block, Findings, Probe
+from megatron_lightning.layers.shared_rows.probed_call import (
+    ProbedCall,
+    probed_length,
+    tried,
+    without_cache,
+)
 from megatron_lightning.layers.shared_rows.ring import RingMixer, leave_masks_out
 from megatron_lightning.layers.wrapped_methods import wrap
 from megatron_lightning.parallel.collectives import all_reduce
@@ -44,7 +50,6 @@ _ROWS = (_TOKENS, _EMBEDDINGS, _MASK, _POSITIONS, _TYPES)
 """Arguments with a row's tokens in dim 1."""
 _OF_LOGITS = ("labels", "shift_labels", "num_items_in_batch")
 """Arguments compared with a rank's logits."""
-_PROBED_ROWS, _PROBED_TOKENS = 2, 40
 _SEEDS = (7, 8)
 """Rows that are probed, and rows that are compared with the call of one process."""
 
@@ -67,6 +72,8 @@ class SharedRows:
     """Path of a module that mixes tokens -> the way in which it works on a rank's part."""
     _keeps_masks: bool = True
     """Whether the model makes masks, of which the ring reads none."""
+    _parts_documents: bool = False
+    """Whether positions that begin again keep documents of a row apart."""
     _length: int | None = None
     _is_probed: bool = False
     _device: torch.device | None = None
@@ -157,12 +164,16 @@ class SharedRows:
         self._check_types(name, given.get(_TYPES))
         usual = torch.arange(length, device=None if positions is None else positions.device)
         if positions is not None and not bool((positions == usual).all()):
-            raise ConfigError(
-                f"{name} was given position_ids that begin documents within a row, and ranks that "
-                "share its rows have one document a row. Leave position_ids out, do not pack, or "
-                "set context_parallel_size to 1."
-            )
-        return given | _without_cache(module)
+            if not self._parts_documents:
+                raise ConfigError(
+                    f"{name} was given position_ids that begin documents within a row, and does "
+                    "not keep such documents apart, in one process or on ranks that share its "
+                    f"rows ({described(self.kinds)}). Leave position_ids out, do not pack, or see "
+                    "whether ContextOptions(mixers=...) with another way for attention keeps them "
+                    "apart."
+                )
+            given[_POSITIONS] = positions
+        return given | without_cache(module)
 
     def _check_types(self, name: str, types: Tensor | None) -> None:
         reads_none = self._keeps_masks and RingMixer.kind in self.kinds.values()
@@ -184,7 +195,7 @@ class SharedRows:
         if self._is_probed:
             return False
         length = probed_length(model, self.ranks.group.size)
-        call = _ProbedCall(model, length)
+        call = ProbedCall(model, length)
         self._device = call.device
         # In the precision of the weights: autocast would hide what differs. Uncompiled, since hooks
         # see the calls.
@@ -201,10 +212,13 @@ class SharedRows:
             check_patterns(self.mixers, {p: way.kind for p, way in findings.mixers.items()})
             expected = call(_SEEDS[1])
             noise = call.noise(_SEEDS[1], expected) if has_16_bits(model) else 0.0
+            alone, together = (tried(c, _SEEDS[1])[0] for c in (call.alone, call.packed))
             self._bind(model, findings)
             self._is_probed = True
             with self.rows_of(length):
                 self._compare(model, call, expected, noise)
+                if alone is not None and self._agree(is_close(together, alone, 3 * noise)):
+                    self._compare_documents(call, alone, noise)
         _check_dropout(model, self.kinds)
         return True
 
@@ -224,12 +238,9 @@ class SharedRows:
         rings = {path for path, way in findings.mixers.items() if isinstance(way, RingMixer)}
         self._keeps_masks = not leave_masks_out(model, rings)
 
-    def _compare(self, model: nn.Module, call: _ProbedCall, expected: Tensor, noise: float) -> None:
+    def _compare(self, model: nn.Module, call: ProbedCall, expected: Tensor, noise: float) -> None:
         part = self.ranks.part.split(expected, 1)
-        try:
-            found, finding = call(_SEEDS[1]), ""
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # on every rank alike
-            found, finding = None, str(error).splitlines()[0]
+        found, finding = tried(call, _SEEDS[1])
         if not self._agree(is_close(found, part, 3 * noise)):
             finding = finding or f"{list(part.shape)} of {list(expected.shape)} differ"
             raise ConfigError(
@@ -237,6 +248,13 @@ class SharedRows:
                 f"one process ({finding}): code between or behind its blocks uses full rows. Set "
                 "context_parallel_size to 1."
             )
+
+    def _compare_documents(self, call: ProbedCall, alone: Tensor, noise: float) -> None:
+        """Find whether documents within a row are kept apart, as each document alone."""
+        self._parts_documents = True  # lets the positions through
+        found, _ = tried(call.packed, _SEEDS[1])
+        part = self.ranks.part.split(alone, 1)
+        self._parts_documents = self._agree(is_close(found, part, 3 * noise))
 
     def _agree(self, value: bool) -> bool:
         failures = torch.tensor([float(not value)], device=self._device)
@@ -254,59 +272,6 @@ class _Divide:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return self.shared.divided(self.block, args, kwargs)
-
-
-class _ProbedCall:
-    """Calls a model with random tokens, alike on every rank."""
-
-    def __init__(self, model: nn.Module, length: int) -> None:
-        self._model, self._length = model, length
-        self.device = next(model.parameters()).device
-        config: Any = model.config
-        self._vocabulary = int(config.get_text_config().vocab_size)
-
-    def __call__(self, seed: int) -> Tensor:
-        return self._logits(self._rows(seed))
-
-    def noise(self, seed: int, expected: Tensor) -> float:
-        """Return the largest difference that roundings make: of rows called one by one, with
-        products of other shapes. A collective.
-        """
-        alone = torch.cat([self._logits(row) for row in torch.split(self._rows(seed), 1)])
-        return float((alone - expected).abs().max())
-
-    def _rows(self, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        shape = (_PROBED_ROWS, self._length)
-        rows = torch.randint(0, self._vocabulary, shape, generator=generator, device="cpu")
-        return rows.to(self.device)
-
-    def _logits(self, rows: Tensor) -> Tensor:
-        output = self._model(input_ids=rows, **_without_cache(self._model))
-        return next(x for _, x in tensors(tuple(_plain(output))))
-
-
-def _plain(output: Any) -> Any:
-    return output.values() if isinstance(output, Mapping) else output
-
-
-def probed_length(model: nn.Module, num_ranks: int) -> int:
-    """Return tokens of a row that ranks can divide, of which neither all nor a rank's part is
-    another size of the model.
-    """
-    config: Any = model.config
-    values = config.to_dict().values()
-    sizes = {size for p in model.parameters() for size in p.shape}
-    sizes |= {value for value in values if isinstance(value, int)} | {_PROBED_ROWS}
-    step, most = 2 * num_ranks, getattr(config, "max_position_embeddings", None) or -1
-    most = 4096 if most < 0 else most  # some configurations say -1 for any number
-    # Compressed keys need several blocks of tokens.
-    blocks = [vars(module).get("compress_rate") for module in model.modules()]
-    longest = max((size for size in blocks if isinstance(size, int)), default=0)
-    first = -(-max(_PROBED_TOKENS, 2 * longest) // step) * step
-    lengths = [*range(first, 4096, step), *range(first, 0, -step)]
-    found: int = next(n for n in lengths if n <= most and not {n, n // num_ranks} & sizes)
-    return found
 
 
 def shared_models(module: nn.Module) -> dict[str, SharedRows]:
@@ -330,12 +295,6 @@ def described(kinds: Mapping[str, str]) -> str:
 def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     names = [*inspect.signature(inspect.unwrap(type(module).forward)).parameters][1:]
     return dict(zip(names, args, strict=False)) | kwargs
-
-
-def _without_cache(module: nn.Module) -> dict[str, bool]:
-    parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {"use_cache": False} if takes_all or "use_cache" in parameters else {}
 
 
 def _check_dropout(model: nn.Module, kinds: Mapping[str, str]) -> None:

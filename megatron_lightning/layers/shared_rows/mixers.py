@@ -10,13 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature, unwrap
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_lightning.layers.context.backends import ContextBackend
 from megatron_lightning.layers.shared_rows.other_names import bound_names
@@ -56,6 +57,8 @@ class SharingRanks:
     """The context-parallel ranks."""
     attention: ContextBackend | None = None
     """Attention over the ranks. None: no ring."""
+    documents: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    """Positions of full rows -> their documents."""
 
     @property
     def part(self) -> SequencePart:

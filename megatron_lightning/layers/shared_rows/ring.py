@@ -24,9 +24,11 @@ from megatron_lightning.layers.context.backends import ContextBackend
 from megatron_lightning.layers.shared_rows.mixers import Arguments, SharedMixer
 from megatron_lightning.layers.shared_rows.other_names import names_of
 from megatron_lightning.layers.shared_rows.places import changed
+from megatron_lightning.parallel.documents import Documents
 
 _FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
-_CACHE, _MASK = "past_key_values", "attention_mask"
+_CACHE, _MASK, _POSITIONS = "past_key_values", "attention_mask", "position_ids"
+_DOCUMENTS = "documents"
 _WITHOUT_EFFECT = frozenset({
     "dropout", "position_ids", "use_cache", "cache_position", "output_attentions",
     "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch",
@@ -53,6 +55,7 @@ class RingMixer(SharedMixer):
 
     def __call__(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the rank's part of the outputs."""
+        documents = self._documents(kwargs)
         args, kwargs = self.split_full((args, kwargs))
 
         def without_mask(place: str, tensor: Tensor) -> Any:
@@ -62,7 +65,20 @@ class RingMixer(SharedMixer):
         args, kwargs = changed((args, kwargs), without_mask)
         if _CACHE in kwargs:
             kwargs[_CACHE] = None
-        return forward(*args, **kwargs)
+        return forward(*args, **kwargs, **documents)
+
+    def _documents(self, kwargs: Mapping[str, Any]) -> dict[str, Documents]:
+        """Return the documents of full rows, as an argument that reaches our function. No argument:
+        every row is one document.
+        """
+        positions = kwargs.get(_POSITIONS)
+        if positions is None or f"[1]['{_POSITIONS}']" not in self.arguments.full:
+            return {}
+        known = self.ranks.documents
+        if positions not in known:  # read from the device once for all modules
+            known[positions] = Documents.of_positions(positions)
+        documents: Documents = known[positions]
+        return {} if documents.are_full_rows else {_DOCUMENTS: documents}
 
 
 def leave_masks_out(model: nn.Module, rings: Collection[str]) -> bool:
@@ -103,6 +119,7 @@ class RingFunctions:
         is_causal: bool | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        documents: Documents | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         """Map queries [b, n, s, d], keys and values [b, g, s, d] to outputs [b, s, n, d].
@@ -121,7 +138,9 @@ class RingFunctions:
         own: Any = module
         window = sliding_window or getattr(own, "sliding_window", None)
         causal = bool(getattr(own, "is_causal", True) if is_causal is None else is_causal)
-        sequence = SequenceInfo(causal=causal, window=None if window is None else window - 1)
+        sequence = SequenceInfo(
+            causal=causal, window=None if window is None else window - 1, documents=documents
+        )
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         size = value.shape[3]
         q, k, v = with_equal_heads(query, key, value)

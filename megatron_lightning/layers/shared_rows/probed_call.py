@@ -1,0 +1,105 @@
+"""Calls of a model with short rows of random tokens, alike on every rank."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.layers.shared_rows.places import tensors
+
+_PROBED_ROWS, _PROBED_TOKENS = 2, 40
+
+
+class ProbedCall:
+    """Calls a model with random tokens.
+
+    Args:
+        model: A model of ``transformers``.
+        length: Tokens of a row.
+    """
+
+    def __init__(self, model: nn.Module, length: int) -> None:
+        self._model, self._length = model, length
+        self.device = next(model.parameters()).device
+        config: Any = model.config
+        self._vocabulary = int(config.get_text_config().vocab_size)
+
+    def __call__(self, seed: int) -> Tensor:
+        """Return the logits of rows of one document."""
+        return self._logits(self._rows(seed))
+
+    def noise(self, seed: int, expected: Tensor) -> float:
+        """Return the largest difference that roundings make: of rows called one by one, with
+        products of other shapes. A collective.
+        """
+        alone = torch.cat([self._logits(row) for row in torch.split(self._rows(seed), 1)])
+        return float((alone - expected).abs().max())
+
+    def packed(self, seed: int) -> Tensor:
+        """Return the logits of rows with two documents, told by positions."""
+        lengths = self._documents
+        positions = torch.cat([torch.arange(n, device=self.device) for n in lengths])
+        rows = self._rows(seed)
+        return self._logits(rows, position_ids=positions.expand_as(rows))
+
+    def alone(self, seed: int) -> Tensor:
+        """Return the logits of the same documents, each called alone."""
+        documents = torch.split(self._rows(seed), self._documents, 1)
+        return torch.cat([self._logits(document) for document in documents], 1)
+
+    @property
+    def _documents(self) -> list[int]:
+        first = self._length // 3
+        return [first, self._length - first]
+
+    def _rows(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (_PROBED_ROWS, self._length)
+        rows = torch.randint(0, self._vocabulary, shape, generator=generator, device="cpu")
+        return rows.to(self.device)
+
+    def _logits(self, rows: Tensor, **given: Tensor) -> Tensor:
+        output = self._model(input_ids=rows, **given, **without_cache(self._model))
+        return next(x for _, x in tensors(tuple(_plain(output))))
+
+
+def tried(call: Callable[[int], Tensor], seed: int) -> tuple[Tensor | None, str]:
+    """Return the logits of a call, or None and the error, which is the same on every rank."""
+    try:
+        return call(seed), ""
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        return None, str(error).splitlines()[0]
+
+
+def _plain(output: Any) -> Any:
+    return output.values() if isinstance(output, Mapping) else output
+
+
+def without_cache(module: nn.Module) -> dict[str, bool]:
+    """Return the argument that keeps a model from caching keys, where the model takes it."""
+    parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {"use_cache": False} if takes_all or "use_cache" in parameters else {}
+
+
+def probed_length(model: nn.Module, num_ranks: int) -> int:
+    """Return tokens of a row that ranks can divide, of which neither all nor a rank's part is
+    another size of the model.
+    """
+    config: Any = model.config
+    values = config.to_dict().values()
+    sizes = {size for p in model.parameters() for size in p.shape}
+    sizes |= {value for value in values if isinstance(value, int)} | {_PROBED_ROWS}
+    step, most = 2 * num_ranks, getattr(config, "max_position_embeddings", None) or -1
+    most = 4096 if most < 0 else most  # some configurations say -1 for any number
+    # Compressed keys need several blocks of tokens.
+    blocks = [vars(module).get("compress_rate") for module in model.modules()]
+    longest = max((size for size in blocks if isinstance(size, int)), default=0)
+    first = -(-max(_PROBED_TOKENS, 2 * longest) // step) * step
+    lengths = [*range(first, 4096, step), *range(first, 0, -step)]
+    found: int = next(n for n in lengths if n <= most and not {n, n // num_ranks} & sizes)
+    return found
