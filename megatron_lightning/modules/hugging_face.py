@@ -105,7 +105,8 @@ class HuggingFaceModule(FolderModule):
                 self.model.config.get_text_config().output_router_logits = self._router_logits
                 self.model.config.output_router_logits = self._router_logits
             self.model.train()  # transformers returns models in eval mode, without dropout
-            self.model.config.use_cache = False  # training reads no cache
+            for config in (self.model.config, self.model.config.get_text_config()):
+                config.use_cache = False  # training reads no cache
 
     def setup(self, stage: str) -> None:
         """Check that positions of the data separate the documents of a row.

@@ -38,13 +38,14 @@ def _folders(family: str) -> tuple[str, str]:
     return str(make_image_folder(family, parent)), write_image_rows(parent, GLOBAL_BATCH * STEPS)
 
 
-def _fit(layout: str | None, model: str, rows: str) -> Run:
+def _fit(layout: str | None, model: str, rows: str, packing: str = "none") -> Run:
     """Return losses and gradient norms."""
     chosen = None if layout is None else LAYOUTS[layout]
     data = FinetuneDataModule(
         rows,
         sequence_length=192,
-        batch_size=GLOBAL_BATCH // (1 if chosen is None else chosen.data),
+        batch_size=(GLOBAL_BATCH if packing == "none" else 2) // (chosen.data if chosen else 1),
+        packing=packing,
         images=ImageOptions(),
         cache_dir=f"{model}/../cache",
     )
@@ -77,6 +78,16 @@ def test_a_layout_equals_one_process(layout: str, family: str) -> None:
         assert results[0][0] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "family"), [("pp2", "llava"), ("tp2", "gemma3")])
+def test_packed_rows_on_a_layout_equal_one_process(layout: str, family: str) -> None:
+    model, rows = _folders(family)
+    ((expected, norms),) = run_ranks(1, partial(_fit, None, model, rows, "online"))
+    results = run_ranks(2, partial(_fit, layout, model, rows, "online"))
+    assert results[0][0] == pytest.approx(expected, rel=1e-5)
+    assert results[0][1] == pytest.approx(norms, rel=2e-5)
+
+
 def test_the_loss_is_that_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
@@ -105,3 +116,43 @@ def test_the_loss_is_that_of_transformers(tmp_path: Path) -> None:
             counts += int((labels != -100).sum())
         own = module.training_step(batch, 0)["loss"].item()
         assert own == pytest.approx(losses / counts, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma3", "idefics3"])
+def test_packed_rows_are_the_conversations_alone(family: str, tmp_path: Path) -> None:
+    model, rows = _folders(family)
+    runs = []
+    for packing in ("none", "offline"):
+        module = HuggingFaceModule(model)
+        data = FinetuneDataModule(
+            rows,
+            sequence_length=256,
+            batch_size=1,
+            packing=packing,
+            images=ImageOptions(),
+            cache_dir=str(tmp_path),
+        )
+        data.use_model(module)
+        data.prepare_data()
+        data.setup("fit")
+        module.configure_model()
+        module.double()
+        loader, total = data.train_dataloader(), 0.0
+        for batch in loader:
+            batch["images"] = [
+                {k: v.double() if v.is_floating_point() else v for k, v in row.items()}
+                for row in batch["images"]
+            ]
+            losses = module(batch["tokens"], batch["labels"], **module._inputs(batch))
+            loss = (losses * (batch["labels"] != -100)).sum()
+            loss.backward()
+            total += loss.item()
+        gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+        runs.append((len(loader), total, gradients))
+    (alone, expected, own), (packed, loss, theirs) = runs
+    assert packed < alone
+    assert loss == pytest.approx(expected, rel=1e-6)  # some norms compute in fp32
+    largest = max(float(gradient.abs().max()) for gradient in own.values())
+    assert theirs.keys() == own.keys()
+    for name, gradient in own.items():
+        assert (theirs[name] - gradient).abs().max() <= 1e-6 * largest, name

@@ -33,6 +33,10 @@ PACKED_FAMILIES = frozenset({
 the logits and gradients of single documents (``python -m benchmarks.hf_packed``).
 """
 
+PACKED_WITH_TOWERS = frozenset({"gemma3", "idefics3", "llava"})
+"""``model_type`` of models with a tower, for which the same holds with images, if it holds for
+their text model (``tests/parity/test_image_chats.py``)."""
+
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -57,7 +61,7 @@ def separating_positions(model: Any, document_ids: Tensor, position_ids: Tensor 
             "hold several documents, and transformers parts them there in calls of one row only. "
             "Set micro_batch_size to 1, or attn_implementation to sdpa."
         )
-    if getattr(config, "use_cache", False):
+    if any(getattr(one, "use_cache", False) for one in (config, _text_config(config))):
         raise ConfigError(
             f"use_cache of {name} is on, with which transformers lets the documents of a row see "
             "each other. Set it to False in the model's configuration."
@@ -71,6 +75,8 @@ def check_parts_documents(config: Any, name: str) -> None:
     Raises:
         ConfigError: If the family is not known to separate documents.
     """
+    if config.model_type in PACKED_WITH_TOWERS:
+        config = _text_config(config)
     other_types = set(getattr(config, "layer_types", None) or ()).difference(_ATTENTION)
     if config.model_type not in PACKED_FAMILIES or other_types:
         kinds = f"layers of the types {sorted(other_types)}" if other_types else "layers"
@@ -78,8 +84,14 @@ def check_parts_documents(config: Any, name: str) -> None:
             f"the batch has document_ids, and {name} ({config.model_type}) is not known to part "
             f"documents that share a row: it may have {kinds} that mix tokens of several. Set "
             "packing to none (reset_attention_mask of PretrainDataModule to false), or use a model "
-            f"of one of the families {', '.join(sorted(PACKED_FAMILIES))}."
+            f"of one of the families {', '.join(sorted(PACKED_FAMILIES | PACKED_WITH_TOWERS))}."
         )
+
+
+def _text_config(config: Any) -> Any:
+    """Return the configuration of the text model inside a model with a tower."""
+    own = getattr(config, "get_text_config", None)
+    return config if own is None else own()
 
 
 def restarting(document_ids: Tensor) -> Tensor:
