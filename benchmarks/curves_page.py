@@ -1,0 +1,185 @@
+"""What kept curves say: a CSV, a picture, and the tables of ``docs/convergence.md``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import machine
+from benchmarks.curves import PLANS, Contract, kept
+from benchmarks.optimizers import write
+
+PAGE = machine.ROOT / "docs" / "convergence.md"
+PICTURE = machine.ROOT / "docs" / "convergence.svg"
+WINDOW = 50
+"""Steps that a loss is averaged over: training can amplify what a rounding does to single steps."""
+_DIGITS = 1e-5
+_COLORS = (
+    "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f",
+    "#bcbd22", "#17becf", "#393b79", "#637939",
+)  # fmt: skip
+_WIDTH, _HEIGHT, _LEFT, _GAP = 900, 260, 60, 40
+
+
+class Distance(NamedTuple):
+    """How far a curve is from the one beside it, relative to its loss."""
+
+    first: float
+    """At the first step, before any update."""
+    equal_steps: int
+    """Steps before the first whose loss differs by more than 1e-5."""
+    single: float
+    """Largest difference of one step."""
+    averaged: float
+    """Largest difference of the loss averaged over a window."""
+    at: int
+    """Last step of that window."""
+
+
+def averages(losses: Sequence[float], window: int = WINDOW) -> list[float]:
+    """Return the means of windows that follow one another; a rest is left out."""
+    return [
+        sum(losses[begin : begin + window]) / window
+        for begin in range(0, len(losses) - window + 1, window)
+    ]
+
+
+def distance(found: Sequence[float], beside: Sequence[float], window: int = WINDOW) -> Distance:
+    """Compare two curves of the same length."""
+    single = _relative(found, beside)
+    means = _relative(averages(found, window), averages(beside, window))
+    farthest = max(range(len(means)), key=means.__getitem__)
+    equal = next((step for step, one in enumerate(single) if one > _DIGITS), len(single))
+    return Distance(single[0], equal, max(single), means[farthest], (farthest + 1) * window)
+
+
+def _relative(found: Sequence[float], beside: Sequence[float]) -> list[float]:
+    return [abs(a - b) / abs(b) for a, b in zip(found, beside, strict=True)]
+
+
+def tables(records: Mapping[str, Mapping[str, Any]], contract: Contract) -> Iterator[str]:
+    """Yield the lines of the contract and of the curves."""
+    yield "| contract | value |"
+    yield "| --- | --- |"
+    for field in fields(contract):
+        yield f"| {field.name} | {getattr(contract, field.name)} |"
+    yield ""
+    yield (
+        f"| curve | what | beside | loss, last {WINDOW} steps | first step | equal to 1e-5 for | "
+        f"largest difference of one step | "
+        f"largest difference averaged over {WINDOW} steps | processor s |"
+    )
+    yield "| --- " * 9 + "|"
+    for name, record in records.items():
+        plan, losses = PLANS[name], record["losses"]
+        cells = [""] * 5
+        if plan.beside in records:
+            found = distance(losses, records[plan.beside]["losses"])
+            cells = [
+                str(plan.beside), f"{found.first:.1e}", f"{found.equal_steps} steps",
+                f"{found.single:.1e}", f"{found.averaged:.1e}, to step {found.at}",
+            ]  # fmt: skip
+        beside, first, equal, single, averaged = cells
+        yield (
+            f"| {name} | {plan.about} | {beside} | {averages(losses)[-1]:.5f} | {first} | {equal} "
+            f"| {single} | {averaged} | {record['processor_seconds']:.0f} |"
+        )
+    missing = [name for name in PLANS if name not in records]
+    yield ""
+    yield f"Not run: {', '.join(missing) or 'none'}."
+    yield ""
+    header = next(iter(records.values()))["header"]
+    yield f"{header['date'][:10]}, {machine.headline(header)}."
+
+
+def csv(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the losses of every step."""
+    columns = [record["losses"] for record in records.values()]
+    lines = [",".join(["step", *records])]
+    lines += [
+        ",".join([str(step), *(f"{loss:.7g}" for loss in losses)])
+        for step, losses in enumerate(zip(*columns, strict=True), 1)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def picture(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return an SVG: losses averaged over a tenth of the window above, and differences below."""
+    curves = {name: averages(record["losses"], WINDOW // 10) for name, record in records.items()}
+    differences = {
+        name: [max(one, 1e-9) for one in _relative(averages(record["losses"]),
+                                                   averages(records[beside]["losses"]))]
+        for name, record in records.items()
+        if (beside := PLANS[name].beside) in records and beside is not None
+    }  # fmt: skip
+    colors = dict(zip(PLANS, _COLORS, strict=True))
+    height = 2 * (_HEIGHT + _GAP) + 18 * len(records) + 20
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+        *_panel("loss", curves, colors, _GAP, is_log=False),
+        *_panel(
+            f"relative difference, averaged over {WINDOW} steps", differences, colors,
+            _HEIGHT + 2 * _GAP, is_log=True,
+        ),
+    ]  # fmt: skip
+    for number, name in enumerate(records):
+        y = 2 * (_HEIGHT + _GAP) + 18 * (number + 1)
+        lines.append(f'<rect x="{_LEFT}" y="{y - 9}" width="18" height="3" fill="{colors[name]}"/>')
+        text = escape(f"{name}: {PLANS[name].about}")
+        lines.append(f'<text x="{_LEFT + 26}" y="{y}">{text}</text>')
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _panel(
+    title: str,
+    curves: Mapping[str, Sequence[float]],
+    colors: Mapping[str, str],
+    top: int,
+    *,
+    is_log: bool,
+) -> Iterator[str]:
+    scaled = {
+        name: [math.log10(value) if is_log else value for value in values]
+        for name, values in curves.items()
+    }
+    flat = [value for values in scaled.values() for value in values] or [0.0]
+    low, high = math.floor(min(flat)), math.ceil(max(flat))
+    high = max(high, low + 1)
+    yield f'<text x="{_LEFT}" y="{top - 8}">{escape(title)}</text>'
+    for tick in range(low, high + 1):
+        y = top + _HEIGHT * (high - tick) / (high - low)
+        yield (
+            f'<line x1="{_LEFT}" x2="{_WIDTH - 10}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>'
+        )
+        label = f"1e{tick}" if is_log else str(tick)
+        yield f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
+    for name, values in scaled.items():
+        step = (_WIDTH - 10 - _LEFT) / max(1, len(values) - 1)
+        points = " ".join(
+            f"{_LEFT + step * index:.1f},{top + _HEIGHT * (high - value) / (high - low):.1f}"
+            for index, value in enumerate(values)
+        )
+        stroke = f'stroke="{colors[name]}" stroke-width="1.3"'
+        yield f'<polyline fill="none" {stroke} points="{points}"/>'
+
+
+def write_all(folder: Path, contract: Contract) -> None:
+    """Write CSV and picture of the kept curves, and the tables of the page.
+
+    Raises:
+        ValueError: If no curve of the contract is kept.
+    """
+    records = kept(contract, folder)
+    if not records:
+        raise ValueError(
+            f"{folder} keeps no curve of this contract. Run python -m benchmarks.curves."
+        )
+    (folder / "curves.csv").write_text(csv(records))
+    PICTURE.write_text(picture(records))
+    write(PAGE, list(tables(records, contract)))
