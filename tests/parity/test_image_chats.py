@@ -6,6 +6,7 @@ from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -14,9 +15,11 @@ pytest.importorskip("PIL")
 
 from megatron_lightning.data.images.image_options import ImageOptions
 from megatron_lightning.modules import FinetuneDataModule, HuggingFaceModule
+from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.image_folders import make_image_folder, write_image_rows
 from tests.helpers.layouts import fit_losses, make_layout
 from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import trainer
 
 STEPS, GLOBAL_BATCH = 3, 4
 LAYOUTS = {
@@ -156,3 +159,28 @@ def test_packed_rows_are_the_conversations_alone(family: str, tmp_path: Path) ->
     assert theirs.keys() == own.keys()
     for name, gradient in own.items():
         assert (theirs[name] - gradient).abs().max() <= 1e-6 * largest, name
+
+
+def test_a_resumed_fit_reads_the_images_of_the_rest(tmp_path: Path) -> None:
+    model, rows = _folders("llava")
+
+    def fitted(name: str, steps: int, ckpt_path: str | None = None, workers: int = 0) -> pl.Trainer:
+        data = FinetuneDataModule(
+            rows,
+            sequence_length=192,
+            batch_size=4,
+            num_workers=workers,
+            images=ImageOptions(),
+            cache_dir=str(tmp_path / "cache"),
+        )
+        run = trainer(MegatronStrategy(), max_steps=steps, default_root_dir=tmp_path)
+        run.fit(HuggingFaceModule(model, learning_rate=1e-2), data, ckpt_path=ckpt_path)
+        run.save_checkpoint(tmp_path / name)
+        return run
+
+    whole = fitted("whole", 3)
+    fitted("half", 2)
+    resumed = fitted("resumed", 3, str(tmp_path / "half"), workers=1)
+    weights = resumed.lightning_module.state_dict()
+    for name, weight in whole.lightning_module.state_dict().items():
+        assert torch.equal(weight, weights[name]), name

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,12 @@ from PIL import Image
 from megatron_lightning.data.images.image_options import ImageOptions
 from megatron_lightning.data.images.row_entries import batch_entries, joined
 from megatron_lightning.errors import ConfigError, DataError
-from megatron_lightning.modules import FinetuneDataModule, HuggingFaceModule
+from megatron_lightning.modules import (
+    FinetuneDataModule,
+    GPTLightningModule,
+    HuggingFaceModule,
+)
+from megatron_lightning.modules.data_checks import check_images
 from tests.helpers.chats import write_rows
 from tests.helpers.image_folders import (
     FAMILIES,
@@ -34,6 +40,7 @@ from tests.helpers.image_folders import (
     part,
     words,
 )
+from tests.helpers.layouts import tiny_config
 
 
 @cache
@@ -384,3 +391,13 @@ def test_data_show_prints_images_by_their_size(tmp_path: Path) -> None:
     assert (
         "look<|vision_start|>[image 20 \u00d7 36, 8 tokens]<|vision_end|> and" in output.getvalue()
     )
+
+
+def test_ranks_that_share_rows_and_models_of_text_are_refused() -> None:
+    module = HuggingFaceModule(str(_folder("llava")))
+    strategy = SimpleNamespace(layout=SimpleNamespace(cp=2))
+    with pytest.raises(ConfigError, match="context_parallel_size is 2, and images of"):
+        check_images(module, strategy)
+    check_images(module, SimpleNamespace(layout=SimpleNamespace(cp=1)))
+    with pytest.raises(ConfigError, match="GPTLightningModule trains text"):
+        check_images(GPTLightningModule(tiny_config()), None)
