@@ -143,6 +143,7 @@ no-position-embedding | model.config.position_embedding_type = rope
 use-rotary-position-embeddings | model.config.position_embedding_type = rope
 rotary-base | model.config.rotary_base
 rotary-percent | model.config.rotary_percent
+rotary-interleaved | model.config.rotary_interleaved
 rotary-seq-len-interpolation-factor | model.config.rope_scaling.factor | with rope_type linear
 use-rope-scaling | model.config.rope_scaling | with rope_type llama3
 rope-scaling-factor | model.config.rope_scaling.factor
