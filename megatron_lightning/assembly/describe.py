@@ -132,7 +132,8 @@ def _styles(module: nn.Module, plans: Mapping[str, ShardingPlan]) -> dict[str, s
         for path, _ in module.get_submodule(owner).named_modules():
             style = plan.style_of(path)
             if style is not None:
-                styles[prefix + path] = type(style).__name__
+                text: str = getattr(style, "description", type(style).__name__)
+                styles[prefix + path] = text
     return styles
 
 

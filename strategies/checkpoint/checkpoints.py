@@ -47,6 +47,7 @@ from megatron_lightning.checkpoint.reading.vocabulary import fit_vocabulary
 from megatron_lightning.checkpoint.writing.saver import Save, Saver
 from megatron_lightning.checkpoint.writing.saving import Snapshot, take_snapshot, write_snapshot
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.layers.shared_rows.entry import found_mixers
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
 from megatron_lightning.parallel.grid.context import AxisGroup
@@ -212,6 +213,8 @@ class Checkpoints:
         }
         info["tied"] = dict(part.tied)
         info |= self.left_out.describe(rest)
+        if mixers := found_mixers(self._module):
+            info["context_mixers"] = mixers
         config = getattr(self._module, "config", None)
         if is_dataclass(config) and not isinstance(config, type):
             info["config"] = asdict(config)

@@ -284,6 +284,15 @@ def shared_models(module: nn.Module) -> dict[str, SharedRows]:
     }
 
 
+def found_mixers(module: nn.Module) -> dict[str, str]:
+    """Return path -> way of the modules in ``module`` that mix the tokens of shared rows."""
+    return {
+        f"{path}.{mixer}" if path else mixer: kind
+        for path, shared in shared_models(module).items()
+        for mixer, kind in shared.kinds.items()
+    }
+
+
 def described(kinds: Mapping[str, str]) -> str:
     """Return the ways of a model's modules, for the log."""
     by_kind = defaultdict(list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
@@ -26,6 +27,8 @@ class FoundMixers(AdditionalStyle):
     also: Style | None = None
     """Another style of the same module, applied first."""
     shares_sequences = True  # see GroupedHeads
+    description: ClassVar[str] = "FoundMixers: ways are found at the start"
+    """Text in a description of the layout."""
 
     def check_context(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
         """Check that a rank holds all blocks, and full rows in them.

@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from megatron_lightning.checkpoint.listing import read_manifest
 from megatron_lightning.config import ContextOptions, RecomputeOptions
 from megatron_lightning.errors import MegatronLightningError
 from megatron_lightning.layers.shared_rows import mixers
@@ -214,8 +215,12 @@ def _kinds(layout: Layout, folder: str, make: Callable[[], nn.Module]) -> list[s
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(kinds, "KINDS", (_OneRowMore, mixers.GatheredMixer))
         module = Module(make)
-        layout.trainer(folder, max_steps=1).fit(module, _loader(1))
+        trainer = layout.trainer(folder, max_steps=1)
+        trainer.fit(module, _loader(1))
+    trainer.save_checkpoint(f"{folder}/saved")
     [shared] = shared_models(module).values()
+    recorded = read_manifest(f"{folder}/saved").info["context_mixers"]
+    assert recorded == {f"model.{path}": kind for path, kind in shared.kinds.items()}
     return list(shared.kinds.values())
 
 
