@@ -35,9 +35,9 @@ def verify_card(
     trust_remote_code: bool = False,
     json: bool = False,
 ) -> tuple[str, bool]:
-    """Verify a model of the Hub, and write a card: what was expected, measured and tolerated, and
-    the command that reruns each item. Exit with 1 if an item failed.
+    """Verify a model of the Hub, and write a card. Exit with 1 if an item failed.
 
+    The card says what was expected, measured and tolerated, and which command reruns each item.
     Items: folder (tensors come back), logits (those of transformers), fit:LAYOUT and lora (losses
     and gradient norms of one process), resume (on another layout), merge (logits of peft), text
     (the engine beside transformers).
