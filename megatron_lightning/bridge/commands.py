@@ -4,8 +4,10 @@ without process groups. Signatures are the options.
 
 from __future__ import annotations
 
+import json as json_format
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -18,13 +20,13 @@ from megatron_lightning.bridge.export_model import tensors_of_checkpoint
 from megatron_lightning.bridge.folders.export import write_folder
 from megatron_lightning.bridge.folders.folder import HuggingFaceFolder
 from megatron_lightning.bridge.folders.hub import local_folder
-from megatron_lightning.bridge.hf_models.logits import compare_logits
+from megatron_lightning.bridge.hf_models.logits import Comparison, compare_logits
 from megatron_lightning.bridge.import_folder import import_folder
 from megatron_lightning.bridge.low_bit.export import QuantizedFolder, served_layers
 from megatron_lightning.bridge.low_bit.schemes import Recipe, Scheme
 from megatron_lightning.bridge.megatron_checkpoints.megatron import MegatronBridge
 from megatron_lightning.bridge.megatron_checkpoints.torch_dist import is_megatron
-from megatron_lightning.bridge.verification import compare_folders, round_trip
+from megatron_lightning.bridge.verification import RoundTrip, compare_folders, round_trip
 from megatron_lightning.checkpoint.progress import progress_bar
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
 from megatron_lightning.precision.served.values import Fit, ServedName
@@ -201,12 +203,13 @@ def _import_megatron(
     print(f"  next: megatron-lightning fit {model}={checkpoint}{state}, with data and layout")
 
 
-def verify(
+def verify(  # noqa: PLR0917  # every argument is an option of the command line
     path: str,
     to: Literal["hf", "gpt"] = "hf",
     revision: str | None = None,
     trust_remote_code: bool = False,
     family: str | None = None,
+    json: bool = False,
 ) -> None:
     """Check that a Hugging Face folder comes through unchanged: every tensor there and back, and
     the logits of the model.
@@ -218,6 +221,7 @@ def verify(
         trust_remote_code: Whether code in the folder may run.
         family: Rules for a ``GPTModel``, by name or class path. Default: the rules of the folder's
             architecture.
+        json: Print JSON: num_tensors, differing, logits_difference, first_different_block, errors.
 
     Raises:
         CheckpointError: Naming the different tensors, or the difference of the logits with the
@@ -230,49 +234,75 @@ def verify(
     )
     is_gpt = to == "gpt"
     found = round_trip(bridge, is_gpt=is_gpt)
-    if found.differing:
-        raise CheckpointError(
+    comparison = None if found.differing else compare_logits(bridge, is_gpt=is_gpt)
+    problem = _problem(path, found, comparison)
+    if json:
+        difference = None if comparison is None else comparison.difference
+        known = {
+            "num_tensors": found.num_tensors,
+            "differing": found.differing,
+            "logits_difference": None
+            if difference is None or math.isnan(difference)
+            else difference,
+            "first_different_block": None if comparison is None else comparison.block,
+            "errors": [] if problem is None else [problem],
+        }
+        print(json_format.dumps(known, indent=2))
+    if problem is not None:
+        raise CheckpointError(problem)
+    if comparison is not None and not json:
+        memory = "one block in memory at a time" if comparison.by_block else "all weights in memory"
+        print(
+            f"{path}: {found.num_tensors} tensors come back equal, and logits differ by "
+            f"{comparison.difference:.1e} of the largest one ({memory})."
+        )
+
+
+def _problem(path: str, found: RoundTrip, comparison: Comparison | None) -> str | None:
+    """Return a sentence about what differs. None: nothing does."""
+    if comparison is None:
+        return (
             f"{len(found.differing)} of {found.num_tensors} tensors of {path} come back with other "
             f"values: {', '.join(found.differing[:_LISTED])}."
         )
-    comparison = compare_logits(bridge, is_gpt=is_gpt)
     if math.isnan(comparison.difference):
-        raise CheckpointError(
+        return (
             f"the logits of {path} cannot be compared, since some are NaN. All tensors come back "
             "equal: look for NaN in the folder's weights."
         )
-    if not comparison.is_equal:
-        block = "" if comparison.block is None else f", from block {comparison.block} on"
-        raise CheckpointError(
-            f"the logits of {path} differ by {comparison.difference:.1e} of the largest one from "
-            f"those of transformers, with equal weights{block}: buffers or the configuration are "
-            "not the folder's."
-        )
-    memory = "one block in memory at a time" if comparison.by_block else "all weights in memory"
-    print(
-        f"{path}: {found.num_tensors} tensors come back equal, and logits differ by "
-        f"{comparison.difference:.1e} of the largest one ({memory})."
+    if comparison.is_equal:
+        return None
+    block = "" if comparison.block is None else f", from block {comparison.block} on"
+    return (
+        f"the logits of {path} differ by {comparison.difference:.1e} of the largest one from "
+        f"those of transformers, with equal weights{block}: buffers or the configuration are "
+        "not the folder's."
     )
 
 
-def compare(first: str, second: str) -> None:
+def compare(first: str, second: str, json: bool = False) -> None:
     """Compare the tensors of two Hugging Face folders. Exit with 1 if the folders differ.
 
     Args:
         first: A folder, or a Hub id.
         second: Another one.
+        json: Print JSON: num_equal, only_in_first, only_in_second, differing.
 
     Raises:
         MissingCheckpointError: If there is no such folder, and the Hub has no such id.
     """
     found = compare_folders(*(HuggingFaceFolder(local_folder(path)) for path in (first, second)))
-    if not found.are_equal:
+    if json:
+        print(json_format.dumps(asdict(found), indent=2))
+    elif found.are_equal:
+        print(f"{found.num_equal} tensors are equal.")
+    else:
         rows = [f"only in {first}: {name}" for name in found.only_in_first]
         rows += [f"only in {second}: {name}" for name in found.only_in_second]
         rows += [f"differs: {name}" for name in found.differing]
         print("\n".join(rows))
+    if not found.are_equal:
         raise SystemExit(1)
-    print(f"{found.num_equal} tensors are equal.")
 
 
 COMMANDS: Mapping[str, Callable[..., Any]] = MappingProxyType(

@@ -4,6 +4,7 @@ are the options.
 
 from __future__ import annotations
 
+import json as json_format
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -18,33 +19,38 @@ from megatron_lightning.checkpoint.tools import (
     resharding,
     verification,
 )
-from megatron_lightning.checkpoint.tools.inspection import describe, readable_bytes
+from megatron_lightning.checkpoint.tools.inspection import contents, describe, readable_bytes
 from megatron_lightning.errors import CheckpointError
 
 _LISTED = 20
 
 
-def inspect(path: str, tensors: str | None = None) -> None:
+def inspect(path: str, tensors: str | None = None, json: bool = False) -> None:
     """Print the contents of a checkpoint, without reading tensors.
 
     Args:
         path: A checkpoint directory or a plain .ckpt file.
         tensors: List every tensor with a global name matching this pattern ("*" for all).
+        json: Print JSON: path, files, bytes, info, groups, state, tensors.
     """
     sizes = folder_of(path).sizes()
     # Files of tensors are not opened.
     total = sum(size for name, size in sizes.items() if not name.endswith(".safetensors"))
     with progress_bar("inspecting", total) as advance:
-        text = describe(path, tensors=tensors)
+        if json:
+            text = json_format.dumps(contents(path, tensors=tensors), indent=2, default=str)
+        else:
+            text = describe(path, tensors=tensors)
         advance(total)
     print(text)
 
 
-def verify(path: str) -> None:
+def verify(path: str, json: bool = False) -> None:
     """Read a checkpoint directory and recompute every checksum.
 
     Args:
         path: The checkpoint directory.
+        json: Print JSON: path, num_tensors, num_files, bytes, damages.
 
     Raises:
         CheckpointError: Naming the damaged byte ranges.
@@ -53,14 +59,24 @@ def verify(path: str) -> None:
     total = sum(manifest.files.values())
     with progress_bar("verifying", total) as advance:
         damages = verification.verify(path, advance=advance)
+    if json:
+        known = {
+            "path": path,
+            "num_tensors": len(manifest.tensors),
+            "num_files": len(manifest.files),
+            "bytes": total,
+            "damages": [damage._asdict() for damage in damages],
+        }
+        print(json_format.dumps(known, indent=2))
     if damages:
         listing = "; ".join(map(str, damages[:_LISTED]))
         more = f"; and {len(damages) - _LISTED} more" if len(damages) > _LISTED else ""
         raise CheckpointError(f"{path} is damaged in {len(damages)} places: {listing}{more}")
-    print(
-        f"{path} is sound: {len(manifest.tensors)} tensors in {len(manifest.files)} files, "
-        f"{readable_bytes(total)}"
-    )
+    if not json:
+        print(
+            f"{path} is sound: {len(manifest.tensors)} tensors in {len(manifest.files)} files, "
+            f"{readable_bytes(total)}"
+        )
 
 
 def reshard(

@@ -29,7 +29,8 @@ def describe(path: str | os.PathLike[str], *, tensors: str | None = None) -> str
     stored = source.tensors()
     lines = [f"{path}: {_kind(source)}"]
     lines += [f"  {key}: {_short(value)}" for key, value in _facts(source)]
-    lines += ["", *_table(["tensors", "number", "elements", "size", "dtypes"], _groups(stored))]
+    groups = [_row(name, entries) for name, entries in _groups(stored).items()]
+    lines += ["", *_table(["tensors", "number", "elements", "size", "dtypes"], groups)]
     lines += ["", "state: " + (", ".join(sorted(source.state())) or "nothing")]
     if tensors is not None:
         rows = [
@@ -44,6 +45,44 @@ def describe(path: str | os.PathLike[str], *, tensors: str | None = None) -> str
         ]
         lines += ["", *_table(["tensor", "shape", "dtype", "boxes"], rows)]
     return "\n".join(lines)
+
+
+def contents(path: str | os.PathLike[str], *, tensors: str | None = None) -> dict[str, Any]:
+    """Return the description of a checkpoint as plain values.
+
+    Args:
+        path: A checkpoint directory or a plain ``.ckpt`` file.
+        tensors: List every tensor with a global name matching this pattern. None: an empty list.
+    """
+    source = open_checkpoint(path)
+    stored = source.tensors()
+    files = source.manifest.files if isinstance(source, DirectorySource) else None
+    return {
+        "path": str(path),
+        "files": None if files is None else len(files),
+        "bytes": None if files is None else sum(files.values()),
+        "info": dict(_facts(source)),
+        "groups": {
+            name: {
+                "tensors": len(entries),
+                "elements": sum(prod(entry.shape) for entry in entries),
+                "bytes": sum(entry.num_bytes() for entry in entries),
+                "dtypes": sorted({_dtype(entry) for entry in entries}),
+            }
+            for name, entries in _groups(stored).items()
+        },
+        "state": sorted(source.state()),
+        "tensors": [
+            {
+                "name": name,
+                "shape": list(entry.shape),
+                "dtype": _dtype(entry),
+                "boxes": len(entry.shards) or 1,
+            }
+            for name, entry in stored.items()
+            if tensors is not None and fnmatchcase(name, tensors)
+        ],
+    }
 
 
 def readable_bytes(num_bytes: float) -> str:
@@ -74,9 +113,9 @@ def _facts(source: CheckpointSource) -> Iterator[tuple[str, Any]]:
         )
 
 
-def _groups(stored: Mapping[str, TensorInfo]) -> list[list[str]]:
-    """Return a row for each kind of tensor: the module's tensors, and each state key of an
-    optimizer.
+def _groups(stored: Mapping[str, TensorInfo]) -> dict[str, list[TensorInfo]]:
+    """Return the tensors of each kind: the module's tensors, each state key of an optimizer, and
+    all.
     """
     groups: dict[str, list[TensorInfo]] = {}
     for name, entry in stored.items():
@@ -84,9 +123,7 @@ def _groups(stored: Mapping[str, TensorInfo]) -> list[list[str]]:
         if key == "optimizer_states":
             key = f"{key}.{name_inside.partition('.')[0]}: {name.rpartition('.')[2]}"
         groups.setdefault(key, []).append(entry)
-    return [_row(name, entries) for name, entries in groups.items()] + [
-        _row("all", list(stored.values()))
-    ]
+    return {**groups, "all": list(stored.values())}
 
 
 def _row(name: str, entries: Sequence[TensorInfo]) -> list[str]:

@@ -164,8 +164,16 @@ def test_a_folder_becomes_a_checkpoint_and_comes_back(
     assert f"{checkpoint} holds" in capsys.readouterr().out
     main(["convert", "verify", str(folder), "--to", "gpt"])
     assert "tensors come back equal, and logits differ by" in capsys.readouterr().out
+    if name == "qwen2":
+        main(["convert", "verify", str(folder), "--to", "gpt", "--json"])
+        verified = json.loads(capsys.readouterr().out)
+        assert (verified["differing"], verified["errors"]) == ([], [])
+        assert verified["logits_difference"] < 1e-5 and verified["num_tensors"] > 0
     main(["convert", "export", str(checkpoint), str(tmp_path / "out")])
-    main(["convert", "compare", str(folder), str(tmp_path / "out")])
+    capsys.readouterr()
+    main(["convert", "compare", str(folder), str(tmp_path / "out"), "--json"])
+    compared = json.loads(capsys.readouterr().out)
+    assert compared.pop("num_equal") > 0 and not any(compared.values())
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == files
     untouched, ours = (

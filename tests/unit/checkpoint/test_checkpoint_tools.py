@@ -3,6 +3,7 @@ a whole model."""
 
 from __future__ import annotations
 
+import json
 import os
 from itertools import product
 from pathlib import Path
@@ -422,6 +423,15 @@ def test_the_commands_say_what_they_did(tmp_path: Path, capsys: pytest.CaptureFi
     main(["checkpoint", "verify", a])
     captured = capsys.readouterr()
     assert "is sound: 5 tensors in 2 files" in captured.out and "verifying" in captured.err
+    main(["checkpoint", "verify", a, "--json"])
+    sound = json.loads(capsys.readouterr().out)
+    assert (sound["num_tensors"], sound["num_files"], sound["damages"]) == (5, 2, [])
+    main(["checkpoint", "inspect", a, "--tensors", "*.embed", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["bytes"] == sound["bytes"] and found["info"]["layout"]["tp"] == 4
+    assert found["groups"]["all"]["tensors"] == 5
+    embed = {"name": "state_dict.embed", "shape": [96, 64], "dtype": "float32", "boxes": 4}
+    assert embed in found["tensors"]
     main(["checkpoint", "reshard", a, b, "--num-files", "2"])
     main(["checkpoint", "average", str(tmp_path / "mean.ckpt"), a, b])
     assert torch.equal(
@@ -480,6 +490,10 @@ def test_wrong_commands_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"{shard.file}: bytes {shard.start} to {shard.start + 48 * 32 * 4}" in _fails(
         ["verify", a], capsys
     )
+    with pytest.raises(SystemExit):
+        main(["checkpoint", "verify", a, "--json"])
+    damage = json.loads(capsys.readouterr().out)["damages"][0]
+    assert (damage["file"], damage["first"]) == (shard.file, shard.start)
     for command in (
         ["verify"],
         ["inspect"],
