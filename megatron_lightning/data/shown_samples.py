@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_lightning.data.images.row_entries import IMAGES
@@ -48,11 +48,15 @@ def show_samples(console: Any, data: object, samples: int) -> None:
     elif isinstance(data, MaskedData):
         _show_masked(console, data, samples)
     else:
-        raise ConfigError(
-            f"data is a {type(data).__name__}, and what can be shown is a FinetuneDataModule, a "
-            "PretrainDataModule or a MaskedDataModule. Set data.class_path to one of "
-            "megatron_lightning.modules."
-        )
+        raise _unknown(data)
+
+
+def _unknown(data: object) -> ConfigError:
+    return ConfigError(
+        f"data is a {type(data).__name__}, and what can be shown is a FinetuneDataModule, a "
+        "PretrainDataModule or a MaskedDataModule. Set data.class_path to one of "
+        "megatron_lightning.modules."
+    )
 
 
 def _show_conversations(console: Any, data: FinetuneData, samples: int) -> None:
@@ -121,6 +125,50 @@ def show_documents(console: Any, prefix: str, tokenizer: Tokenizer | None, sampl
         console.print(stream_text(tokens, end, decode))
     console.rule("lengths", align="left")
     console.print(length_picture(indexed))
+
+
+def sample_values(data: object, samples: int) -> dict[str, Any]:
+    """Return the first training samples of data that are set up, as plain values.
+
+    Raises:
+        ConfigError: If the data are of another kind.
+    """
+    order: Sequence[Any]
+    dataset: Any
+    if isinstance(data, FinetuneData):
+        dataset, order = data.train_dataset(), list(data.row_order())
+    elif isinstance(data, PretrainData | MaskedData):
+        dataset = data.train_dataset()
+        order = range(len(dataset))
+    else:
+        raise _unknown(data)
+    tokenizer = data.tokenizer
+    decode = None if tokenizer is None else tokenizer.decode
+    found = []
+    for row in order[:samples]:
+        arrays = {
+            name: value.tolist()
+            for name, value in dataset[row].items()
+            if name not in (FULL, IMAGES) and hasattr(value, "tolist")
+        }
+        text = (
+            {} if decode is None or "tokens" not in arrays else {"text": decode(arrays["tokens"])}
+        )
+        found.append({**arrays, **text})
+    return {"num_samples": len(order), "samples": found}
+
+
+def document_values(prefix: str, tokenizer: Tokenizer | None, samples: int) -> dict[str, Any]:
+    """Return the first documents of an indexed data set, as plain values."""
+    indexed = IndexedDataset(written_path(prefix, "prefix"))
+    bounds = indexed.document_indices.tolist()
+    found: list[dict[str, Any]] = []
+    for number in range(min(samples, indexed.num_documents)):
+        sequences = [indexed[i] for i in range(bounds[number], bounds[number + 1])]
+        tokens = [token for sequence in sequences for token in sequence.tolist()]
+        text = {} if tokenizer is None else {"text": tokenizer.decode(tokens)}
+        found.append({"tokens": tokens, **text})
+    return {"num_samples": indexed.num_documents, "samples": found}
 
 
 def _samples(arrays: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

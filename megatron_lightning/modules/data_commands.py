@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_format
 import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -22,6 +23,7 @@ def show(
     tokenizer_model: str | None = None,
     tokenizer_type: TokenizerType = "sentencepiece",
     samples: int = 3,
+    json: bool = False,
 ) -> None:
     """Print training samples of a configuration file, or documents of an indexed data set, as text,
     and the lengths of the documents.
@@ -36,12 +38,18 @@ def show(
         tokenizer_model: Tokenizer of the indexed data set.
         tokenizer_type: sentencepiece, huggingface, json, bytes, null or class_path.
         samples: Number of samples or documents.
+        json: Print JSON: num_samples, samples.
 
     Raises:
         ConfigError: If the files name no data supported by ``show``.
         DataError: If the data cannot be read.
     """
-    from megatron_lightning.data.shown_samples import show_documents, show_samples
+    from megatron_lightning.data.shown_samples import (
+        document_values,
+        sample_values,
+        show_documents,
+        show_samples,
+    )
 
     if samples < 1:
         raise ConfigError(f"samples={samples}: set it to 1 or more")
@@ -53,9 +61,16 @@ def show(
     console = new_console()
     if prefix is not None:
         tokenizer = tokenizer_model and load_tokenizer(tokenizer_model, tokenizer_type)
+        if json:
+            print(json_format.dumps(document_values(prefix, tokenizer or None, samples)))
+            return
         show_documents(console, prefix, tokenizer or None, samples)
         return
-    show_samples(console, _prepared(config or [], overrides or []), samples)
+    data = _prepared(config or [], overrides or [])
+    if json:
+        print(json_format.dumps(sample_values(data, samples)))
+        return
+    show_samples(console, data, samples)
 
 
 def index(*, config: list[str], overrides: list[str] | None = None) -> None:

@@ -204,24 +204,27 @@ def test_special_stop_texts_and_repeats(tmp_path: Path) -> None:
     assert run_ranks(2, _requests, folder, {TP: 2}, timeout_s=110) == [expected] * 2
 
 
-def _command(folder: str, tasks: str, output: str) -> str:
+def _command(folder: str, tasks: str, output: str) -> list[str | None]:
     _alone()
-    table = evaluate(
-        ModelOptions(checkpoint=folder, device="cpu"),
-        ["lines_choice"],
-        limit=5,
-        include_path=tasks,
-        output=output,
-    )
-    assert table is not None
-    return table
+    return [
+        evaluate(
+            ModelOptions(checkpoint=folder, device="cpu"),
+            ["lines_choice"],
+            limit=5,
+            include_path=tasks,
+            output=output,
+            json=as_json,
+        )
+        for as_json in (False, True)
+    ]
 
 
-def test_the_command_prints_a_table(expected: Any, tmp_path: Path) -> None:
+def test_the_command_prints_a_table_or_json(expected: Any, tmp_path: Path) -> None:
     folder, tasks, _ = expected
     output = tmp_path / "new" / "results.json"
-    [table] = run_ranks(1, _command, folder, tasks, str(output), timeout_s=110)
+    [(table, text)] = run_ranks(1, _command, folder, tasks, str(output), timeout_s=110)
     assert "lines_choice" in table and "acc_norm" in table
+    assert json.loads(text) == json.loads(output.read_text())
     found = json.loads(output.read_text())
     assert set(found["results"]["lines_choice"]) >= {"acc,none", "acc_norm,none"}
 

@@ -25,6 +25,7 @@ def evaluate(  # noqa: PLR0917  # every argument is an option of the command lin
     output: str | None = None,
     confirm_run_unsafe_code: bool = False,
     data_parallel_size: int = 1,
+    json: bool = False,
 ) -> str | None:
     """Evaluate a trained model on tasks of lm-evaluation-harness.
 
@@ -42,9 +43,10 @@ def evaluate(  # noqa: PLR0917  # every argument is an option of the command lin
         output: File for the results as JSON.
         confirm_run_unsafe_code: Let tasks run code written by the model.
         data_parallel_size: Number of replicas. The replicas share the documents.
+        json: Print the harness's results as JSON in the place of its table.
 
     Returns:
-        The harness's table. Nothing on ranks of torchrun other than the first.
+        The harness's table, or its results. Nothing on ranks of torchrun other than the first.
 
     Raises:
         ConfigError: If the values cannot work together, or the harness is not installed.
@@ -63,7 +65,7 @@ def evaluate(  # noqa: PLR0917  # every argument is an option of the command lin
         "include_path": include_path,
         "confirm_run_unsafe_code": confirm_run_unsafe_code,
     }
-    table: str | None = job.run(_evaluate, (settings, output))
+    table: str | None = job.run(_evaluate, (settings, output, json))
     return table
 
 
@@ -96,7 +98,7 @@ def drafts_of(engine: TextModel, replicas: AxisGroup) -> DraftCounts:
 def _evaluate(engine: TextModel, codec: Codec, arguments: Any) -> str:
     from megatron_lightning.inference.commands import harness
 
-    settings, output = arguments
+    settings, output, as_json = arguments
     replicas = sharing_of(engine)
     model = harness.HarnessModel(engine, codec, replicas)
     results = harness.evaluate_tasks(model, **settings)
@@ -105,4 +107,4 @@ def _evaluate(engine: TextModel, codec: Codec, arguments: Any) -> str:
         print(drafts, file=sys.stderr, flush=True)
     if output is not None and engine.context.rank == 0:
         harness.write_results(results, output)
-    return harness.table_of(results)
+    return harness.json_of(results) if as_json else harness.table_of(results)

@@ -322,7 +322,12 @@ def table_of(results: Mapping[str, Any]) -> str:
 def write_results(results: Mapping[str, Any], path: str) -> None:
     """Write results as JSON."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(results, indent=2, default=str, ensure_ascii=False) + "\n")
+    Path(path).write_text(f"{json_of(results)}\n")
+
+
+def json_of(results: Mapping[str, Any]) -> str:
+    """Return results as JSON."""
+    return json.dumps(results, indent=2, default=str, ensure_ascii=False)
 
 
 def _seed(seed: int, prompt: Sequence[int], repeat: int) -> int:

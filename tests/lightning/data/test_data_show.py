@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import runpy
 import subprocess
 import sys
@@ -62,6 +63,12 @@ def test_rows_are_shown_without_a_trainer(
     assert "2 documents, " in shown
     main(["data", "show", "--config", config, "--data.sequence_length=128"])  # rows that are cut
     assert "row 2 of 2: 128 positions, " in capsys.readouterr().out
+    main(["data", "show", "--config", config, "--data.packing=offline", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    sample = found["samples"][0]
+    assert found["num_samples"] == len(found["samples"]) == 1
+    assert len(sample["tokens"]) == len(sample["labels"]) == 64
+    assert "the sky<|im_end|>" in sample["text"]
     for wrong, message in (
         (["--samples=0"], "samples=0: set it to 1 or more"),
         (["--data.packing=all"], "packing"),
@@ -94,6 +101,8 @@ from megatron_lightning.cli import main
 for command in ("show", "index"):
     main(["data", command, "--config={chats}"])
     main(["data", command, "--config={tokens}", "--data.sequence_length=8"])
+main(["data", "show", "--config={tokens}", "--data.sequence_length=8", "--samples=1", "--json"])
+main(["data", "show", "--prefix={tmp_path / "ids"}", "--json"])
 assert not any(name.partition(".")[0] == "lightning" for name in sys.modules)
 assert "torch._dynamo" not in sys.modules
 """
@@ -102,6 +111,9 @@ assert "torch._dynamo" not in sys.modules
     assert "train: 1 samples" in run.stdout
     assert "train: 5 samples" in run.stdout
     assert "1 documents in 1 rows" in run.stderr
+    sample, document = (json.loads(line) for line in run.stdout.splitlines()[-2:])
+    assert sample["num_samples"] == 5 and len(sample["samples"][0]["tokens"]) == 8
+    assert document == {"num_samples": 1, "samples": [{"tokens": [*range(40), 1]}]}
 
 
 @pytest.mark.parametrize(
