@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +19,8 @@ from megatron_lightning.models.awaited_losses import awaited_losses
 from megatron_lightning.models.router_loss import router_loss
 from megatron_lightning.models.transformer import GPTModel
 
-_TEMPERATURE = "_loss_temperature"
-"""Attribute of a model of ``transformers``."""
+_TEMPERATURE, _ENTROPIES = "_loss_temperature", "_loss_entropies"
+"""Attributes of a model of ``transformers``."""
 
 
 def set_temperature(model: nn.Module, temperature: float) -> None:
@@ -55,6 +57,53 @@ def temperature_of(model: nn.Module) -> float:
     return temperature
 
 
+class Entropies:
+    """Entropies of the tokens of the last call of a model, for the logits of its losses.
+
+    Args:
+        by_position: Whether positions come first in the order of the tokens, then rows.
+    """
+
+    def __init__(self, *, by_position: bool) -> None:
+        self.calls: list[Tensor] = []
+        """Entropies [n] of the tokens of each call."""
+        self._by_position = by_position
+
+    def of(self, labels: Tensor) -> Tensor:
+        """Return the entropies [b, s] of the tokens with ``labels`` [b, s]."""
+        last = self.calls[-1]
+        return last.view(labels.t().shape).t() if self._by_position else last.view(labels.shape)
+
+
+@contextmanager
+def entropies_of(model: nn.Module) -> Iterator[Entropies]:
+    """Compute entropies in the losses of a model inside the block, without gradients: losses of
+    :func:`token_losses_of` and of a ``GPTModel``.
+
+    Raises:
+        ConfigError: If a ``GPTModel`` has another loss than ours.
+    """
+    is_own = isinstance(model, GPTModel)
+    found = Entropies(by_position=is_own)
+    if not is_own:
+        vars(model)[_ENTROPIES] = found.calls
+        try:
+            yield found
+        finally:
+            del vars(model)[_ENTROPIES]
+        return
+    if not isinstance(model.loss, CrossEntropy):
+        raise ConfigError(
+            f"entropies were asked for, and the loss of the model is a {type(model.loss).__name__},"
+            " which computes none. Leave the model's loss as it is."
+        )
+    model.loss.entropies = found.calls
+    try:
+        yield found
+    finally:
+        model.loss.entropies = None
+
+
 def vocabulary_size(model: nn.Module) -> int:
     """Return the number of logits of a token in the full model. 0: not known."""
     return int(getattr(output_layer(model), "out_features", 0))
@@ -83,6 +132,7 @@ def losses_and_router_loss(
     if isinstance(model, GPTModel):
         return model(tokens, labels, **inputs), None
     loss = CrossEntropy(temperature=temperature_of(model))
+    loss.entropies = vars(model).get(_ENTROPIES)
     with awaited_losses(model, labels, loss) as awaited:
         if awaited.is_awaited:
             output = _call(model, tokens, inputs)
@@ -90,7 +140,9 @@ def losses_and_router_loss(
             return losses, router_loss(model, output, tokens, inputs.get("padding"))
     with local_logits(model) as vocabulary:
         output = _call(model, tokens, inputs)
-    vocabulary = replace(vocabulary, temperature=temperature_of(model))
+    vocabulary = replace(
+        vocabulary, temperature=temperature_of(model), entropies=vars(model).get(_ENTROPIES)
+    )
     losses = losses_of(output.logits, labels, vocabulary)
     return losses, router_loss(model, output, tokens, inputs.get("padding"))
 

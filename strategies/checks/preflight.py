@@ -161,11 +161,6 @@ def check_context(
                 f"context_parallel_size={options.layout.cp}. Set it to 0."
             )
         check_cp_comm_heads(config, options.layout, options.sequence)
-    if options.pipeline.explicit_steps:
-        raise ConfigError(
-            "explicit_steps of pipeline_options cannot be combined with context_parallel_size="
-            f"{options.layout.cp}. Set one of them to its default."
-        )
 
 
 def check_layers(

@@ -118,7 +118,8 @@ class PipelinedStepRunner(StepRunner):
         if self._explicit is None:
             raise not_in_a_step()
         hook = self._explicit.begin(trains=torch.is_grad_enabled())
-        return self._run(hook, fn, self._split(batch), ())
+        with self._parts(batch) as part:
+            return self._run(hook, fn, self._split(part), ())
 
     def _explicitly(self, hook: str, batch: Any, indices: tuple[Any, ...]) -> Any:
         """Call a hook once with its batch. The hook itself runs functions on the micro-batches."""
@@ -326,8 +327,9 @@ class PipelinedStepRunner(StepRunner):
             weight = torch.stack([number_on(device, w) for w in weights]).sum()
             self.participants.before_reduction(run)
             output = mean_over_context(output, weight, sharing)
-            if predicting and self._sequence is not None:
-                output = join_outputs(output, self._sequence.split.dims, part_length, sharing)
+            if self._sequence is not None and (predicting or _asks_values(run)):
+                dims = self._sequence.split.dims
+                output = join_outputs(output, dims, part_length, sharing, run.hook)
             message = (output, run.num_items, self.participants.share(run))
         if self._scope.part.partition is not None:
             message = (
@@ -343,7 +345,7 @@ class PipelinedStepRunner(StepRunner):
         """Whether a training step asked for values alone, or the module or a callback, other than
         Lightning's callbacks and ours, has the hook for the outputs.
         """
-        if run.hook == "training_step" and not torch.is_grad_enabled():
+        if _asks_values(run):
             return True
         name = f"on_{run.hook.removesuffix('_step').replace('training', 'train')}_batch_end"
         return bool(users_hooks(self._scope.module, name))
@@ -351,6 +353,11 @@ class PipelinedStepRunner(StepRunner):
     def _broadcast_objects(self, value: Any) -> Any:
         """Send all tensors: predictions, on the CPU."""
         return self._scope.context.pp.broadcast_object(tree_map_only(Tensor, Tensor.cpu, value))
+
+
+def _asks_values(run: StepRun) -> bool:
+    """Whether a training step runs the pipeline for values alone."""
+    return run.hook == "training_step" and not torch.is_grad_enabled()
 
 
 def _warn_of_hooks(partition: StagePartition) -> None:

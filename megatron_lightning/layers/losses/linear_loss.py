@@ -91,7 +91,7 @@ class Head:
     def terms(self, logits: Tensor, ids: Tensor) -> Tensor:
         """Return the terms of the loss of a chunk's ``logits`` [n, r] for ``ids`` [n]."""
         vocabulary = self.vocabulary
-        if not self._runs_kernel(logits):
+        if vocabulary.entropies is not None or not self._runs_kernel(logits):
             return vocabulary.terms(logits, ids)
         smoothed = bool(vocabulary.label_smoothing)
         options = (smoothed, vocabulary.softcap, vocabulary.temperature)

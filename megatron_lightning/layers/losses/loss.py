@@ -9,7 +9,8 @@ With x the logits of a token, t the target, and sums over the vocabulary of v en
 
 where e is the label smoothing, as in ``F.cross_entropy``, and z the weight of the z-loss (PaLM,
 https://arxiv.org/abs/2204.02311, section 5). The z-loss keeps lse near 0. With a temperature, x are
-the logits divided by it, as a sampler divides them. The parallel form follows
+the logits divided by it, as a sampler divides them. Entropies, lse - sum_i p_i x_i with p the
+softmax of x, are computed beside losses on request, without gradients. The parallel form follows
 Megatron-LM (https://arxiv.org/abs/1909.08053, section 3): each rank reduces its part of the
 vocabulary to a few numbers a token, and the tensor-parallel ranks combine the numbers. All
 arithmetic is in fp32 (fp64 for logits of fp64). Backward keeps the logits in their original dtype
@@ -18,7 +19,7 @@ and two numbers a token. ``layers.linear_loss`` uses the same functions on chunk
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +63,9 @@ class CrossEntropy(nn.Module):
         self.z_loss = z_loss
         self.softcap = softcap
         self.temperature = temperature
+        self.entropies: list[Tensor] | None = None
+        """Gets the entropies [n] of the tokens of every call, in the order of the targets. None:
+        they are not computed."""
 
     def vocabulary(self, size: int, group: AxisGroup | None = None) -> Vocabulary:
         """Return how losses over ``size`` entries are computed on this rank.
@@ -76,11 +80,14 @@ class CrossEntropy(nn.Module):
             self.z_loss,
             self.softcap,
             self.temperature,
+            self.entropies,
         )
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return losses [...] of ``logits`` [..., v] for ``targets`` [...]."""
         flat = scaled(logits.float().flatten(0, -2), self.softcap, self.temperature)
+        if self.entropies is not None:
+            self.entropies.append(entropies(flat.detach().log_softmax(-1)))
         losses = F.cross_entropy(
             flat,
             targets.flatten(),
@@ -204,6 +211,8 @@ class Vocabulary:
     z_loss: float = 0.0
     softcap: float | None = None
     temperature: float = 1.0
+    entropies: list[Tensor] | None = field(default=None, compare=False)
+    """See :class:`CrossEntropy`."""
 
     @property
     def start(self) -> int:
@@ -221,8 +230,8 @@ class Vocabulary:
     def terms(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the terms of the loss [k, n] for this rank's ``logits`` [n, r]: the log-sum-exp.
 
-        The other terms are relative to the log-sum-exp: the logit of ``targets`` [n] and, for
-        smoothed labels, the sum of all logits.
+        The other terms are relative to the log-sum-exp: the logit of ``targets`` [n], for smoothed
+        labels the sum of all logits and, on request, the entropy of this rank's softmax.
         """
         logits = self._scaled(logits)
         log_p = logits.log_softmax(-1, dtype=_wide(logits.dtype))
@@ -230,6 +239,8 @@ class Vocabulary:
         terms = [logits.amax(-1) - log_p.amax(-1), log_p.gather(-1, targets[:, None]).squeeze(-1)]
         if self.label_smoothing:
             terms.append(log_p.sum(-1))
+        if self.entropies is not None:
+            terms.append(entropies(log_p))
         return torch.stack(terms)
 
     def combine(self, terms: Tensor, targets: Targets, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -239,8 +250,13 @@ class Vocabulary:
         sums = [shift.exp(), (terms[1] + shift).masked_fill(targets.elsewhere, 0.0)]
         if self.label_smoothing:
             sums.append(terms[2] + num_rows * shift)
+        if self.entropies is not None:
+            # A rank has the part w = exp(shift) / total of the softmax, and adds w (H - log w).
+            sums.append((terms[-1] - shift) * shift.exp())
         total, picked, *further_sums = all_reduce(torch.stack(sums), self.group).unbind()
         log_total = total.log()
+        if self.entropies is not None:
+            self.entropies.append(further_sums[-1] / total + log_total)
         normalizer = maximum + log_total
         losses = log_total - (1.0 - self.label_smoothing) * picked
         if self.label_smoothing:
@@ -294,6 +310,12 @@ class Vocabulary:
         target = ((self.label_smoothing - 1.0) * grad).masked_fill(targets.elsewhere, 0.0)
         every = self.label_smoothing / self.size * grad if self.label_smoothing else None
         return Factors(softmax, target, every)
+
+
+def entropies(log_p: Tensor) -> Tensor:
+    """Return the entropies [n] of log-probabilities [n, v], which may be minus infinity."""
+    least = torch.finfo(log_p.dtype).min
+    return -torch.linalg.vecdot(log_p.exp(), log_p.clamp(min=least))
 
 
 def capped(x: Tensor, softcap: float | None) -> Tensor:

@@ -17,7 +17,12 @@ from megatron_lightning.inference import Completion, Engine, Sampling
 from megatron_lightning.layers.losses.loss import ALONE, Vocabulary, losses_of
 from megatron_lightning.models import GPTModel
 from megatron_lightning.models.teacher_student import ReferencePair
-from megatron_lightning.models.token_outputs import set_temperature, token_logits, token_losses_of
+from megatron_lightning.models.token_outputs import (
+    entropies_of,
+    set_temperature,
+    token_logits,
+    token_losses_of,
+)
 
 PROMPT = [3, 5, 7]
 
@@ -123,3 +128,22 @@ def test_a_reference_takes_its_temperature() -> None:
     tokens = torch.tensor([PROMPT])
     reference, policy = pair(tokens[:, :-1], tokens[:, 1:])
     torch.testing.assert_close(reference, policy)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_entropies_are_those_of_the_divided_logits(kind: str) -> None:
+    """By chunks of rows and positions, in order, and without a trace in later calls."""
+    model = _gpt(final_logit_softcapping=4.0) if kind == "gpt" else _llama()
+    tokens = torch.randint(0, 16, (3, 7), generator=torch.Generator().manual_seed(1))
+    set_temperature(model, 0.6)
+    plain = token_losses_of(model, tokens, tokens)
+    with entropies_of(model) as found:
+        losses = token_losses_of(model, tokens, tokens)
+    with torch.no_grad():
+        output = model(tokens)
+    log_p = (output if kind == "gpt" else output.logits).div(0.6).log_softmax(-1)
+    torch.testing.assert_close(found.of(tokens), -(log_p.exp() * log_p).sum(-1))
+    assert found.of(tokens).std() > 1e-3
+    torch.testing.assert_close(losses, plain)
+    token_losses_of(model, tokens, tokens)
+    assert len(found.calls) == 1
