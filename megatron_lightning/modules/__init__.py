@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from megatron_lightning.modules.hugging_face import HuggingFaceModule
     from megatron_lightning.modules.masked_data import MaskedDataModule
     from megatron_lightning.modules.masked_module import MaskedLanguageModule
+    from megatron_lightning.modules.post_training.policy import PolicyModule
+    from megatron_lightning.modules.post_training.rollout_data import RolloutDataModule
     from megatron_lightning.modules.preference_data import PreferenceDataModule
     from megatron_lightning.modules.pretrain_data import PretrainDataModule
 
@@ -25,8 +27,10 @@ __all__ = [
     "ImageOptions",
     "MaskedDataModule",
     "MaskedLanguageModule",
+    "PolicyModule",
     "PreferenceDataModule",
     "PretrainDataModule",
+    "RolloutDataModule",
 ]
 
 lazy_attributes(
@@ -40,7 +44,9 @@ lazy_attributes(
         "ImageOptions": "megatron_lightning.data.images.image_options",
         "MaskedDataModule": "megatron_lightning.modules.masked_data",
         "MaskedLanguageModule": "megatron_lightning.modules.masked_module",
+        "PolicyModule": "megatron_lightning.modules.post_training.policy",
         "PreferenceDataModule": "megatron_lightning.modules.preference_data",
         "PretrainDataModule": "megatron_lightning.modules.pretrain_data",
+        "RolloutDataModule": "megatron_lightning.modules.post_training.rollout_data",
     },
 )

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.adapters.adapter_layers import (
-    adapters_disabled,
     adapters_for_all_rows,
     adapters_for_second_half,
 )
-from megatron_lightning.layers.dropout import evaluated, set_dropout
+from megatron_lightning.layers.dropout import evaluated
 from megatron_lightning.layers.losses.preference_loss import (
     AnswerScores,
     PreferenceLoss,
@@ -28,18 +25,21 @@ from megatron_lightning.layers.losses.preference_loss import (
 from megatron_lightning.models.teacher_student import ReferencePair
 from megatron_lightning.models.token_outputs import losses_and_router_loss, token_losses_of
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.modules.first_adapters import ENTRY, FirstAdapters
-from megatron_lightning.modules.frozen_parameters import FrozenParameters
-from megatron_lightning.modules.objective import ObjectiveModule, Template, template_of
+from megatron_lightning.modules.objective import Template, template_of
+from megatron_lightning.modules.post_training.reference import (
+    Reference,
+    ReferencedModule,
+    chosen_reference,
+    default_reference,
+)
 from megatron_lightning.modules.preference_data import PreferenceDataModule
 from megatron_lightning.parallel.collectives import copy_to_axis, reduce_from_axis
 from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
 
-Reference = Literal["scores", "adapters", "base", "model"]
 Batch = dict[str, Tensor]
 
 
-class DPOModule(ObjectiveModule):
+class DPOModule(ReferencedModule):
     """A language model trained by preferences (https://arxiv.org/abs/2305.18290) on batches of
     :class:`PreferenceDataModule`. For the losses see ``layers.preference_loss``.
 
@@ -85,41 +85,19 @@ class DPOModule(ObjectiveModule):
             name=loss, beta=beta, gamma=gamma, label_smoothing=label_smoothing
         )
         template = template_of(model, "model")
-        second = (
-            None if reference_model is None else template_of(reference_model, "reference_model")
-        )
         chosen = _reference(function, reference, template)
-        if second is not None and chosen != "model":
-            raise ConfigError(
-                f"reference_model is set, and the reference is {chosen!r}. Set reference to "
-                '"model", or leave reference_model out.'
-            )
-        # Without a model of its own, the reference is the model before training.
-        frozen = (second or _without_adapters(template)) if chosen == "model" else None
-        super().__init__(template, frozen)
-        self.reference: Reference | None = chosen
-        """The reference. None: the loss has none."""
+        super().__init__(template, chosen, reference_model, dropout=dropout)
         self.preference_loss = function
-        self.dropout = dropout
         self._scored: dict[int, list[float]] = {}
-        self._first: FirstAdapters | None = None
-        self._loaded: Mapping[str, Tensor] | None = None  # first values in a checkpoint
         self.save_settings(
             reference=reference,
-            reference_model=self.entry_of(second),
+            reference_model=self.entry_of(self._second),
             loss=loss,
             beta=beta,
             gamma=gamma,
             label_smoothing=label_smoothing,
             dropout=dropout,
         )
-
-    def joined(self, models: Any) -> nn.Module:
-        """Return the trained model, with a frozen reference both in one module."""
-        trained = models[0]
-        if not self.dropout:
-            set_dropout(trained, 0.0)
-        return trained if len(models) == 1 else ReferencePair(models[1], trained)
 
     def configure_model(self) -> None:
         """Make the model, or both models.
@@ -130,7 +108,7 @@ class DPOModule(ObjectiveModule):
         super().configure_model()
         config = getattr(self, "config", None)
         has_experts = isinstance(config, TransformerConfig) and config.moe is not None
-        if self._uses_adapters and self.num_pipeline_ranks > 1 and has_experts:
+        if self.uses_adapters and self.num_pipeline_ranks > 1 and has_experts:
             raise ConfigError(
                 f'the reference is "{self.reference}" on {self.num_pipeline_ranks} pipeline ranks, '
                 "where it is computed in other rows of the same call, and experts would mix the "
@@ -159,7 +137,7 @@ class DPOModule(ObjectiveModule):
         if self.reference == "model":
             before, losses = self.model(tokens, labels, **inputs)
             reference = self._answers(before, labels).log_probs
-        elif self._uses_adapters and self.num_pipeline_ranks > 1:
+        elif self.uses_adapters and self.num_pipeline_ranks > 1:
             # A pipelined model is called once, so the reference is in the first half of the rows.
             batch_dim = 1 if isinstance(self.model, GPTModel) else 0
             with adapters_for_second_half(self.model, batch_dim):
@@ -167,9 +145,8 @@ class DPOModule(ObjectiveModule):
             before, losses = both_losses.chunk(2)
             reference = self._answers(before.detach(), labels).log_probs
         else:
-            if self._uses_adapters:
-                first = None if self._first is None else self._first.swapped_in()
-                with torch.no_grad(), first or adapters_disabled(self), evaluated(self.model):
+            if self.uses_adapters:
+                with torch.no_grad(), self.as_reference(), evaluated(self.model):
                     before = token_losses_of(self.model, tokens, labels, **inputs)
                 reference = self._answers(before, labels).log_probs
             losses, balancing = losses_and_router_loss(self.model, tokens, labels, **inputs)
@@ -231,51 +208,25 @@ class DPOModule(ObjectiveModule):
 
     # ------------------------------------------------------------------------------- the reference
 
-    @property
-    def _uses_adapters(self) -> bool:
-        """Whether the reference is the trained model with other adapters, or none."""
-        return self.reference in ("adapters", "base")
-
-    def _keep_first(self) -> None:
-        """Keep the first values of the adapters, unless a checkpoint has brought them."""
-        if self.reference == "adapters" and self._first is None:
-            self._first = FirstAdapters(self, self.context, self._loaded)
-            if self.num_pipeline_ranks > 1:
-                self._first.set_first_values()
-
-    def on_train_start(self) -> None:
-        """Check the model, and keep the first values of the adapters as the reference."""
-        super().on_train_start()
-        self._keep_first()
-
-    def on_validation_start(self) -> None:
-        """Keep the first values of the adapters as the reference."""
-        self._keep_first()
-
-    def on_test_start(self) -> None:
-        """Keep the first values of the adapters as the reference."""
-        self._keep_first()
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the first values of the adapters, for a resume."""
-        super().on_save_checkpoint(checkpoint)
-        if self._first is not None:
-            checkpoint[ENTRY] = dict(self._first.values)
+    def keep_first(self) -> None:
+        """Keep the first values of the adapters, also for layers that compute both halves."""
+        is_new = self._first is None
+        super().keep_first()
+        if is_new and self._first is not None and self.num_pipeline_ranks > 1:
+            self._first.set_first_values()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the first values of the adapters from a checkpoint of preference training. Other
-        checkpoints have the adapters to begin with.
+        """See the base class. Runs of earlier versions kept no first values: "adapters" meant the
+        model without them.
         """
         super().on_load_checkpoint(checkpoint)
-        # Runs of earlier versions kept no first values: "adapters" meant the model without them.
         is_earlier = _saved_reference(checkpoint.get("hyper_parameters", {})) == "adapters"
-        earlier: dict[str, Tensor] | None = {} if is_earlier else None
-        self._loaded = checkpoint.get(ENTRY, earlier)
-        self._first = None  # of the values before, such as a validation's
+        if self._loaded is None and is_earlier:
+            self._loaded = {}
 
     def on_after_backward(self) -> None:
         """Compute all rows with adapters again, before callbacks write or score texts."""
-        if self._uses_adapters:
+        if self.uses_adapters:
             adapters_for_all_rows(self.model)
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -338,10 +289,6 @@ def _reference(
     loss: PreferenceLoss, reference: Reference | None, template: Template
 ) -> Reference | None:
     """Return the reference of a loss."""
-    if reference is not None and reference not in get_args(Reference):
-        raise ConfigError(
-            f"reference is {reference!r}; must be one of {', '.join(get_args(Reference))}."
-        )
     if not loss.needs_reference:
         if reference is not None:
             raise ConfigError(
@@ -349,45 +296,17 @@ def _reference(
                 "set loss to sigmoid or ipo."
             )
         return None
-    peft = template.peft
-    # Scores made before training are always right. Switching adapters off costs no memory, but
-    # needs a base that stays as it is.
-    if reference is None:
-        reference = _default_reference(None if peft is None else asdict(peft))
-    if reference in ("adapters", "base") and peft is None:
-        raise ConfigError(
-            f'reference is "{reference}", and the model has no adapters, so that it would be '
-            'the trained model itself. Set peft of the model, or reference to "scores" or "model".'
-        )
-    if reference in ("adapters", "base") and peft is not None and peft.modules_to_save:
-        raise ConfigError(
-            f'reference is "{reference}", and modules_to_save '
-            f"({', '.join(peft.modules_to_save)}) are trained in place, so that the model without "
-            'adapters changes as well. Set reference to "scores" or "model".'
-        )
-    return reference
-
-
-def _default_reference(peft: Mapping[str, Any] | None) -> Reference:
-    """Return the reference of a model with or without adapters, by the options of these."""
-    return "scores" if peft is None or peft["modules_to_save"] else "adapters"
+    # Scores made before training are always right.
+    return chosen_reference(reference, default_reference(template.peft, "scores"), template.peft)
 
 
 def _saved_reference(settings: Mapping[str, Any]) -> Reference | None:
     """Return the reference of the run with these hyper-parameters. None: the run had none, or
     trained by no preferences.
     """
-    if "reference_model" not in settings:  # only this class has it
+    if "reference_model" not in settings or "loss" not in settings:  # only this class has both
         return None
     if not PreferenceLoss(name=settings["loss"]).needs_reference:
         return None
     saved: Reference | None = settings["reference"]
-    return saved or _default_reference(settings["model"]["init_args"].get("peft"))
-
-
-def _without_adapters(template: Template) -> Template:
-    """Return a template of the same model before training."""
-    copied = copy.copy(template)
-    copied.peft = None
-    copied._frozen_parameters = FrozenParameters()  # all of it is frozen
-    return copied
+    return saved or default_reference(settings["model"]["init_args"].get("peft"), "scores")

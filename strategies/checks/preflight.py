@@ -115,6 +115,7 @@ def check_before_launch(
     check_config(module, options.layout, world_size, data, pipeline=options.pipeline)
     if options.layout.cp > 1:
         check_context(options, module, data)
+    _check_explicit_steps(options, module)
     config = model_config(module)
     if config is not None:
         check_named_backend(config, options.layout.cp, trainer)
@@ -140,6 +141,21 @@ def check_before_launch(
             check_trained_experts(config, options.layout)
     if trainer is not None:
         _check_trained_by(options, world_size, module, trainer)
+
+
+def _check_explicit_steps(options: StrategyOptions, module: pl.LightningModule) -> None:
+    """Check that a module whose steps run the pipeline themselves gets full batches.
+
+    Raises:
+        ConfigError: If its steps would get micro-batches.
+    """
+    needs = getattr(module, "has_explicit_steps", False) and not options.is_native
+    if needs and not options.pipeline.explicit_steps:
+        raise ConfigError(
+            f"training_step of {type(module).__name__} needs the rows of the full batch, and this "
+            "layout runs it for every micro-batch. Set pipeline_options="
+            "PipelineOptions(explicit_steps=True)."
+        )
 
 
 def check_context(

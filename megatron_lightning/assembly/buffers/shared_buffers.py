@@ -236,4 +236,5 @@ class _HostCopy:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    # By strides: a tensor of one entry may have any stride, and counts as contiguous.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -60,7 +60,8 @@ class _Work:
         self._factors = torch.arange(size, device=device) * 2 + 1
 
     def fingerprint(self, tensor: Tensor) -> Tensor:
-        raw = tensor.contiguous().view(-1).view(torch.uint8)
+        # By strides: a tensor of one entry may have any stride, and counts as contiguous.
+        raw = tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         total = torch.zeros((), dtype=torch.int64, device=raw.device)
         for start in range(0, raw.numel(), _FINGERPRINT_BYTES):
             some = raw[start : start + _FINGERPRINT_BYTES]

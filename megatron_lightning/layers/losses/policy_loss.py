@@ -63,46 +63,54 @@ WHOLE_ROWS = RowParts()
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """A loss of a policy."""
+    """A loss of a policy.
+
+    Args:
+        loss_type: See the module.
+        importance_sampling_level: Whether a ratio belongs to a token or to a row.
+        epsilon: Distance of a ratio from 1 downwards beyond which it has no gradient.
+        epsilon_high: The same upwards. None: ``epsilon``. For cispo the largest ratio
+            itself, such as 5.
+        delta: Largest ratio where the loss is not clipped. None: no limit.
+        beta: Factor of the divergence from the reference. 0: there is no reference.
+        use_bias_correction_kl: Whether the divergence is multiplied by the ratio.
+        max_completion_length: Divisor of dr_grpo.
+        sapo_temperature_pos: Temperature of sapo for positive advantages.
+        sapo_temperature_neg: Temperature of sapo for other advantages.
+        vespo_k_pos: Power of vespo for advantages that are not negative.
+        vespo_lambda_pos: Decay of vespo for advantages that are not negative.
+        vespo_k_neg: Power of vespo for negative advantages.
+        vespo_lambda_neg: Decay of vespo for negative advantages.
+        off_policy_mask_threshold: Mean difference from the sampler's log-probabilities
+            beyond which rows with negative advantages are left out. None: no limit.
+        importance_sampling_correction: How the ratio of the old log-probabilities to the
+            sampler's weighs tokens or rows: cut to the limits ("truncate"), or 0 outside of
+            them ("mask"). None: no correction.
+        importance_sampling_clip_max: Upper limit of the correction. None: none.
+        importance_sampling_clip_min: Lower limit of the correction. None: none.
+
+    Raises:
+        ConfigError: If a value, or the combination, cannot work.
+    """
 
     loss_type: PolicyLossName = "dapo"
-    """See the module."""
     importance_sampling_level: Level = "token"
-    """Whether a ratio belongs to a token or to a row."""
     epsilon: float = 0.2
-    """Distance of a ratio from 1 downwards beyond which it has no gradient."""
     epsilon_high: float | None = None
-    """The same upwards. None: ``epsilon``. For cispo the largest ratio itself, such as 5."""
     delta: float | None = None
-    """Largest ratio where the loss is not clipped. None: no limit."""
     beta: float = 0.0
-    """Factor of the divergence from the reference. 0: there is no reference."""
     use_bias_correction_kl: bool = True
-    """Whether the divergence is multiplied by the ratio."""
     max_completion_length: int = 512
-    """Divisor of dr_grpo."""
     sapo_temperature_pos: float = 1.0
-    """Temperature of sapo for positive advantages."""
     sapo_temperature_neg: float = 1.05
-    """Temperature of sapo for other advantages."""
     vespo_k_pos: float = 2.0
-    """Power of vespo for advantages that are not negative."""
     vespo_lambda_pos: float = 3.0
-    """Decay of vespo for advantages that are not negative."""
     vespo_k_neg: float = 3.0
-    """Power of vespo for negative advantages."""
     vespo_lambda_neg: float = 2.0
-    """Decay of vespo for negative advantages."""
     off_policy_mask_threshold: float | None = None
-    """Mean difference from the sampler's log-probabilities beyond which rows with negative
-    advantages are left out. None: no limit."""
     importance_sampling_correction: Correction | None = None
-    """How the ratio of the old log-probabilities to the sampler's weighs tokens or rows: cut to the
-    limits ("truncate"), or 0 outside of them ("mask"). None: no correction."""
     importance_sampling_clip_max: float | None = 3.0
-    """Upper limit of the correction. None: none."""
     importance_sampling_clip_min: float | None = None
-    """Lower limit of the correction. None: none."""
 
     def __post_init__(self) -> None:
         _check_name("loss_type", self.loss_type, PolicyLossName)

@@ -1,0 +1,1 @@
+"""Sampled texts with rewards: rows of a generation, in files and as batches."""

@@ -1,0 +1,1 @@
+"""Training by comparison, with rewards, and on texts of the model's own."""
