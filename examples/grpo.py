@@ -1,23 +1,26 @@
 """Group relative policy optimization on two pipeline stages: ``python examples/grpo.py``.
 
-A tiny model writes eight samples for each prompt with the engine of the same job. The reward of a
-sample is the share of tokens that repeat the token before. The advantage is the reward less the
-mean of the prompt's samples, over their deviation (DeepSeekMath, arXiv:2402.03300, section 4.1).
+A tiny model writes eight answers to each prompt with the engine of the same job. The reward of an
+answer is the share of tokens that repeat the token before. The advantage is the reward less the
+mean of the prompt's answers, over their deviation (DeepSeekMath, arXiv:2402.03300, section 4.1).
+Every answer is written to ``rollouts/version_N``, from which ``RolloutDataModule(replay=...)``
+trains again.
 """
 
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
 
 from megatron_lightning.config import PipelineOptions, TransformerConfig
-from megatron_lightning.inference import Sampling
-from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.strategies import MegatronStrategy, run_pipeline
+from megatron_lightning.modules import GPTLightningModule, PolicyModule, RolloutDataModule
+from megatron_lightning.strategies import MegatronStrategy
 
-VOCABULARY, PROMPT, NEW, SAMPLES = 16, 4, 9, 8
+VOCABULARY, PROMPT, NEW, ANSWERS, PROMPTS = 16, 4, 9, 8, 8
 CONFIG = TransformerConfig(
     num_layers=2,
     hidden_size=64,
@@ -27,54 +30,37 @@ CONFIG = TransformerConfig(
 )
 
 
-def reward(prompt: list[int], answer: list[int]) -> float:
+def repeats(prompt: list[int], answer: list[int], row: Mapping[str, Any]) -> float:
+    """Return the share of tokens that repeat the token before."""
     before = [prompt[-1], *answer[:-1]]
     return sum(a == b for a, b in zip(before, answer, strict=True)) / NEW
 
 
-class GRPO(GPTLightningModule):
-    """A policy, trained on samples of its own."""
-
-    clip = 0.2
-    """Distance of the probability ratio from 1 beyond which a token has no gradient."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        # Runs once on every rank. The rollouts are equal on all ranks of a replica.
-        rollouts = self._rollouts(batch.tolist())
-        self.log("reward", rollouts.pop("reward"), prog_bar=True, sync_dist=True)
-        return run_pipeline(self, self._loss, rollouts)
-
-    def _rollouts(self, prompts: list[list[int]]) -> dict[str, Tensor]:
-        """Return samples of the prompts, their log-probabilities, advantages and mean reward."""
-        sampling = Sampling(max_new_tokens=NEW, seed=SAMPLES * len(prompts) * self.global_step)
-        groups = self.trainer.strategy.engine().generate(prompts, sampling, SAMPLES)
-        samples = [(p, one) for p, group in zip(prompts, groups, strict=True) for one in group]
-        tokens = torch.tensor([p + one.tokens for p, one in samples], device=self.device)
-        logprobs = torch.tensor([one.logprobs for _, one in samples], device=self.device)
-        rewards = torch.tensor([reward(p, one.tokens) for p, one in samples], device=self.device)
-        by_prompt = rewards.view(-1, SAMPLES)
-        advantages = by_prompt - by_prompt.mean(1, keepdim=True)
-        advantages = advantages / (by_prompt.std(1, keepdim=True) + 1e-4)
-        return {
-            "tokens": tokens[:, :-1],
-            "labels": tokens[:, 1:].contiguous(),
-            "logprobs": logprobs,
-            "advantages": advantages.flatten(),
-            "reward": rewards.mean(),
-        }
-
-    def _loss(self, rollouts: dict[str, Tensor]) -> Tensor:
-        """Return the loss of one micro-batch of rollouts, on every stage."""
-        logprobs = -self(rollouts["tokens"], labels=rollouts["labels"])[:, PROMPT - 1 :]
-        ratio = (logprobs - rollouts["logprobs"]).exp()
-        advantages = rollouts["advantages"][:, None]
-        clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
-        return -torch.minimum(ratio * advantages, clipped * advantages).mean()
+def write_prompts(folder: str, count: int) -> str:
+    """Write prompts of random ids, and return the path."""
+    draws = random.Random(0)
+    rows = ([draws.randrange(VOCABULARY) for _ in range(PROMPT)] for _ in range(count))
+    path = Path(folder) / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt_ids": row}) + "\n" for row in rows))
+    return str(path)
 
 
-def train(strategy: MegatronStrategy, devices: int, steps: int = 40, **options: Any) -> pl.Trainer:
-    pl.seed_everything(0)  # every process draws the same prompts
-    prompts = torch.randint(0, VOCABULARY, (steps * 8, PROMPT))
+def train(
+    strategy: MegatronStrategy, devices: int, folder: str, steps: int = 40, **options: Any
+) -> pl.Trainer:
+    pl.seed_everything(0)
+    policy = PolicyModule(
+        GPTLightningModule(CONFIG, learning_rate=1e-2),
+        loss_type="grpo",
+        max_completion_length=NEW,
+    )
+    data = RolloutDataModule(
+        prompts=write_prompts(folder, steps * PROMPTS),
+        rewards=[repeats],
+        num_generations=ANSWERS,
+        batch_size=PROMPTS * ANSWERS,
+        pad_to=1,
+    )
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -82,9 +68,10 @@ def train(strategy: MegatronStrategy, devices: int, steps: int = 40, **options: 
         max_steps=steps,
         logger=False,
         enable_checkpointing=False,
+        default_root_dir=folder,
         **options,
     )
-    trainer.fit(GRPO(CONFIG, learning_rate=1e-2), DataLoader(prompts, batch_size=8))
+    trainer.fit(policy, datamodule=data)
     return trainer
 
 
@@ -94,6 +81,7 @@ if __name__ == "__main__":
         micro_batch_size=16,
         pipeline_options=PipelineOptions(explicit_steps=True),
     )
-    trainer = train(strategy, devices=2)
+    with TemporaryDirectory() as folder:
+        trainer = train(strategy, devices=2, folder=folder)
     if trainer.is_global_zero:
         print(f"reward {trainer.callback_metrics['reward']:.4f}")

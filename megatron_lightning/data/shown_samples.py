@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import PurePath
 from typing import Any
 
 from megatron_lightning.data.images.row_entries import IMAGES
@@ -12,6 +14,7 @@ from megatron_lightning.data.indexed.remote import written_path
 from megatron_lightning.data.masked.masked_data import MaskedData
 from megatron_lightning.data.pretraining.indexed_data import IndexedData
 from megatron_lightning.data.pretraining.pretrain_data import PretrainData
+from megatron_lightning.data.rollouts.rollout_data import RolloutData
 from megatron_lightning.data.rows.cut_rows import FULL
 from megatron_lightning.data.rows.finetune_data import FinetuneData
 from megatron_lightning.data.rows.packed_rows import RowDataset
@@ -47,6 +50,8 @@ def show_samples(console: Any, data: object, samples: int) -> None:
         _show_stream(console, data, samples)
     elif isinstance(data, MaskedData):
         _show_masked(console, data, samples)
+    elif isinstance(data, RolloutData):
+        _show_rollouts(console, data, samples)
     else:
         raise _unknown(data)
 
@@ -54,8 +59,8 @@ def show_samples(console: Any, data: object, samples: int) -> None:
 def _unknown(data: object) -> ConfigError:
     return ConfigError(
         f"data is a {type(data).__name__}, and what can be shown is a FinetuneDataModule, a "
-        "PretrainDataModule or a MaskedDataModule. Set data.class_path to one of "
-        "megatron_lightning.modules."
+        "PretrainDataModule, a MaskedDataModule or a RolloutDataModule. Set data.class_path to "
+        "one of megatron_lightning.modules."
     )
 
 
@@ -104,6 +109,28 @@ def _show_masked(console: Any, data: MaskedData, samples: int) -> None:
     _show_lengths(console, data)
 
 
+def _show_rollouts(console: Any, data: RolloutData, samples: int) -> None:
+    """Print rows of the first recorded generation with their rewards, or prompts to sample."""
+    tokenizer = data.tokenizer
+
+    def decode(ids: Sequence[int]) -> str:
+        return f"{as_numbers(ids)} " if tokenizer is None else tokenizer.decode(ids)
+
+    if data.samples:
+        for number, prompt in enumerate(data.prompts[:samples], 1):
+            title = f"prompt {number} of {len(data.prompts)}: {len(prompt.ids)} ids"
+            console.rule(title, align="left")
+            console.print(decode(prompt.ids), markup=False)
+        return
+    rows = data.generation(0).rows
+    for number, row in enumerate(rows[:samples], 1):
+        rewards = ", ".join(f"{name} {value}" for name, value in row.rewards.items())
+        file = PurePath(data.file(0)).name
+        title = f"{file}, row {number} of {len(rows)}: group {row.group}, {rewards}"
+        console.rule(title, align="left")
+        console.print(sample_text(row.arrays(), decode))
+
+
 def _show_lengths(console: Any, data: IndexedData) -> None:
     for prefix in data.train_prefixes():
         console.rule("lengths", align="left")
@@ -135,6 +162,9 @@ def sample_values(data: object, samples: int) -> dict[str, Any]:
     """
     order: Sequence[Any]
     dataset: Any
+    if isinstance(data, RolloutData):
+        rows: Sequence[Any] = data.prompts if data.samples else data.generation(0).rows
+        return {"num_samples": len(rows), "samples": [asdict(row) for row in rows[:samples]]}
     if isinstance(data, FinetuneData):
         dataset, order = data.train_dataset(), list(data.row_order())
     elif isinstance(data, PretrainData | MaskedData):

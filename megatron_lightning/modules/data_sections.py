@@ -31,6 +31,7 @@ _PLAIN: Mapping[str, str] = MappingProxyType(
         "MaskedDataModule": "megatron_lightning.data.masked.masked_data.MaskedData",
         "PreferenceDataModule": "megatron_lightning.data.rows.preference_data.PreferenceData",
         "PretrainDataModule": "megatron_lightning.data.pretraining.pretrain_data.PretrainData",
+        "RolloutDataModule": "megatron_lightning.data.rollouts.rollout_data.RolloutData",
     }
 )
 """LightningDataModule -> plain class with the same options."""
@@ -135,7 +136,7 @@ def _model_facts(section: Any, *, needs_vocabulary: bool) -> ModelFacts | None:
     if section is None:
         return ModelFacts()
     kind, options = _class_and_options(section)
-    if kind in ("DPOModule", "DistillationModule"):
+    if kind in ("DPOModule", "DistillationModule", "PolicyModule"):
         facts = _model_facts(options.get("model"), needs_vocabulary=needs_vocabulary)
         is_scored = options.get("reference") == "scores"
         return facts and ModelFacts(**{**vars(facts), "reads_scores": is_scored})

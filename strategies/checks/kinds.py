@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megatron_lightning.modules.gpt import GPTLightningModule
     from megatron_lightning.modules.indexed_data import IndexedDataModule
     from megatron_lightning.modules.objective import ObjectiveModule
+    from megatron_lightning.modules.post_training.rollout_data import RolloutDataModule
 
 
 def is_distillation(module: object) -> TypeGuard[DistillationModule]:
@@ -46,6 +47,11 @@ def is_indexed_data(data: object) -> TypeGuard[IndexedDataModule]:
 def is_objective(module: object) -> TypeGuard[ObjectiveModule]:
     """Return whether the module trains the model of another module by a different loss."""
     return isinstance(module, _imported("objective", "ObjectiveModule"))
+
+
+def is_rollout_data(data: object) -> TypeGuard[RolloutDataModule]:
+    """Return whether the data are sampled texts with rewards."""
+    return isinstance(data, _imported("post_training.rollout_data", "RolloutDataModule"))
 
 
 def has_hook_of_gpt_module(module: object, hook: str) -> bool:

@@ -41,6 +41,7 @@ from megatron_lightning.strategies.checks.kinds import (
     is_distillation,
     is_finetune_data,
     is_indexed_data,
+    is_rollout_data,
 )
 from megatron_lightning.strategies.checks.low_precision_base import check_base
 from megatron_lightning.strategies.checks.module import (
@@ -132,7 +133,9 @@ def check_before_launch(
     stage = None if trainer is None else trainer.state.fn
     if stage is not None and is_indexed_data(data):
         data.check_files(stage)
-    if stage not in (None, TrainerFn.PREDICTING) and is_finetune_data(data):
+    if stage not in (None, TrainerFn.PREDICTING) and (
+        is_finetune_data(data) or is_rollout_data(data)
+    ):
         data.check_files(stage, module)
     if stage == TrainerFn.FITTING:
         replicas = options.layout.data_parallel_size(world_size)

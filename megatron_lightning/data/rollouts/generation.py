@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -42,6 +44,15 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.ids)
+
+    def arrays(self) -> dict[str, npt.NDArray[np.int64]]:
+        """Return the text as ``tokens`` and shifted ``labels`` [n], to be shown."""
+        tokens = np.array([*self.prompt_ids, *self.ids], np.int64)
+        labels = np.full(len(tokens), IGNORED, np.int64)
+        start = len(self.prompt_ids) - 1
+        is_sampled = np.array(self.mask, bool)
+        labels[start : len(tokens) - 1][is_sampled] = tokens[start + 1 :][is_sampled]
+        return {"tokens": tokens, "labels": labels}
 
     @classmethod
     def of_row(cls, row: Row) -> Rollout:
@@ -91,7 +102,7 @@ class Rollout:
             raise DataError(f"{row.where}: {error}. Write numbers, or null.") from error
 
 
-_FORMS = {
+_FORMS: Mapping[str, str] = {
     "group": "a number common to the rows of a prompt",
     "prompt_ids": "a list of ids",
     "ids": "a list of ids",

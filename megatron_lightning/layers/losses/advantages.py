@@ -63,7 +63,7 @@ def advantages(
         scale: Whose deviation divides, for grpo.
     """
     rewards = rewards.float()
-    numbers = groups.unique(return_inverse=True)[1]
+    numbers = _numbered(groups)[1]
     known = (~rewards.isnan()).float()
 
     def group_sum(values: Tensor) -> Tensor:
@@ -91,11 +91,15 @@ def deviation(values: Tensor) -> Tensor:
 
 def without_signal(rewards: Tensor, groups: Tensor) -> Tensor:
     """Return the share [] of the groups in which all rewards are equal, or none is known."""
-    kinds, numbers = groups.unique(return_inverse=True)
+    kinds, numbers = _numbered(groups)
     ranges = [
-        rewards.new_full((len(kinds),), start).index_reduce_(
-            0, numbers, rewards.nan_to_num(start), how
-        )
+        torch.full((len(kinds),), start).scatter_reduce(0, numbers, rewards.nan_to_num(start), how)
         for start, how in ((float("inf"), "amin"), (float("-inf"), "amax"))
     ]
     return (ranges[0] >= ranges[1]).float().mean()
+
+
+def _numbered(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the different groups, and the number of every row's group [n] among them."""
+    found: tuple[Tensor, Tensor] = groups.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    return found

@@ -315,7 +315,8 @@ class Vocabulary:
 def entropies(log_p: Tensor) -> Tensor:
     """Return the entropies [n] of log-probabilities [n, v], which may be minus infinity."""
     least = torch.finfo(log_p.dtype).min
-    return -torch.linalg.vecdot(log_p.exp(), log_p.clamp(min=least))
+    negative: Tensor = torch.linalg.vecdot(log_p.exp(), log_p.clamp(min=least))
+    return -negative
 
 
 def capped(x: Tensor, softcap: float | None) -> Tensor:

@@ -183,8 +183,9 @@ class PolicyLoss:
         """
         terms = self.terms(logprobs, batch, parts)
         losses = _LOSSES[self.loss_type](self, terms)
-        if self.off_policy_mask_threshold is not None:
-            losses = losses * self._is_near(terms, batch)
+        threshold = self.off_policy_mask_threshold
+        if threshold is not None:
+            losses = losses * _is_near(terms, batch, threshold)
         if "trains" in batch:
             losses = losses * batch["trains"]
         if terms.correction is not None and self.loss_type != "vespo":
@@ -245,14 +246,6 @@ class PolicyLoss:
         )
         return ratio.masked_fill(is_outside, 0.0)
 
-    def _is_near(self, terms: Terms, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return which rows count [b, 1] or, with advantages of tokens, which tokens [b, s]."""
-        sampled = batch.get("logprobs", batch.get("old_logprobs", terms.logprobs.detach()))
-        difference = (sampled - terms.logprobs.detach()) * terms.mask
-        mean = terms.parts.sum(difference.nan_to_num(0.0)) / terms.counts
-        threshold = self.off_policy_mask_threshold
-        return (terms.advantages >= 0) | (mean <= threshold)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
@@ -273,6 +266,14 @@ class Terms:
     correction: Tensor | None
     """Of another sampler [b, s] or [b, 1]."""
     parts: RowParts
+
+
+def _is_near(terms: Terms, batch: Mapping[str, Tensor], threshold: float) -> Tensor:
+    """Return which rows count [b, 1] or, with advantages of tokens, which tokens [b, s]."""
+    sampled = batch.get("logprobs", batch.get("old_logprobs", terms.logprobs.detach()))
+    difference = (sampled - terms.logprobs.detach()) * terms.mask
+    mean = terms.parts.sum(difference.nan_to_num(0.0)) / terms.counts
+    return (terms.advantages >= 0) | (mean <= threshold)
 
 
 def _clipped(loss: PolicyLoss, terms: Terms) -> Tensor:

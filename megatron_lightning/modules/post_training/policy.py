@@ -40,6 +40,7 @@ from megatron_lightning.modules.post_training.reference import (
     default_reference,
 )
 from megatron_lightning.modules.post_training.rollout_data import RolloutDataModule
+from megatron_lightning.modules.post_training.sampling import RolloutSampler
 from megatron_lightning.modules.post_training.shared_rows import ContextRows, gather_ragged
 from megatron_lightning.modules.post_training.trained_generation import (
     ENTRY,
@@ -160,8 +161,9 @@ class PolicyModule(ReferencedModule):
         if "places" not in batch:
             return batch
         numbers, places = batch["places"].t().tolist()
-        if self._generation is None or self._generation.number != numbers[0]:
-            self._generation = self._begun(numbers[0])
+        number = self._data.number_of(numbers[0], self.current_epoch)
+        if self._generation is None or self._generation.number != number:
+            self._generation = self._begun(number)
         for name, value in self._generation.statistics().items():
             self.log(name, value, sync_dist=True, prog_bar=name == "reward")
         return self._batch_of(self._generation, places)
@@ -171,7 +173,7 @@ class PolicyModule(ReferencedModule):
         rows = generation.batch(
             places,
             step=self.trainer.global_step,
-            multiple=lcm(data.pad_to, data.row_divisor()),
+            multiple=lcm(data.options.pad_to, data.row_divisor),
             longest=most_positions(self._trained),
         )
         return {name: value.to(self.device) for name, value in rows.items()}
@@ -179,22 +181,48 @@ class PolicyModule(ReferencedModule):
     def _begun(self, number: int) -> TrainedGeneration:
         """Return a generation, with scores of its texts if several updates share it."""
         data, step = self._data, self.trainer.global_step
-        generation = TrainedGeneration.begin(data, number, self.policy, step)
-        if self._resumed.get("number") == number:
+        is_resumed = self._resumed.get("number") == number
+        sampler = None
+        if data.samples:
+            if data.run_folder is None:
+                data.run_folder = self._resumed.get("folder") or self._shared(data.free_folder())
+            if not is_resumed:
+                longest = most_positions(self._trained)
+                sampler = RolloutSampler(self.trainer, data, self.policy, self._trained, longest)
+        if sampler is None:
+            rows = data.generation(number)
+        else:
+            rows = sampler.sample(number)
+            if self.trainer.is_global_zero:
+                data.write(number, rows)
+        generation = TrainedGeneration.begin(data, number, rows, self.policy, step)
+        if sampler is not None:
+            generation.sampling = sampler.statistics
+        if is_resumed:
             generation.resume(self._resumed)
         else:
-            context = self.context
-            num_replicas = self.trainer.world_size if context is None else context.dp.size
-            rank = self.trainer.global_rank if context is None else context.dp.rank
-            count = len(generation.rows.rows)
-            update = data.batch_size * num_replicas * self.trainer.accumulate_grad_batches
-            if count * self.policy.num_iterations > update:
-                own = self._scores_of(generation, range(rank, count, num_replicas))
-                everywhere = [own] if context is None else context.dp.all_gather_object(own)
-                scores = {place: one for part in everywhere for place, one in part.items()}
-                generation.old_logprobs = [scores.get(i, torch.zeros(0)) for i in range(count)]
+            generation.old_logprobs = self._old_scores(generation)
         self._resumed = {}
         return generation
+
+    def _shared(self, folder: str) -> str:
+        """Return the first rank's folder, which may exist on others by now."""
+        return (
+            folder if self.context is None else self.context.axis("world").broadcast_object(folder)
+        )
+
+    def _old_scores(self, generation: TrainedGeneration) -> list[Tensor] | None:
+        """Return the log-probabilities of all rows, if several updates share the generation."""
+        context, count = self.context, len(generation.rows.rows)
+        num_replicas = self.trainer.world_size if context is None else context.dp.size
+        rank = self.trainer.global_rank if context is None else context.dp.rank
+        update = self._data.batch_size * num_replicas * self.trainer.accumulate_grad_batches
+        if count * self.policy.num_iterations <= update:
+            return None
+        own = self._scores_of(generation, range(rank, count, num_replicas))
+        everywhere = [own] if context is None else context.dp.all_gather_object(own)
+        scores = {place: one for part in everywhere for place, one in part.items()}
+        return [scores.get(place, torch.zeros(0)) for place in range(count)]
 
     def _scores_of(self, generation: TrainedGeneration, places: range) -> dict[int, Tensor]:
         """Return the log-probabilities [length - 1] of rows by their numbers."""
@@ -220,7 +248,8 @@ class PolicyModule(ReferencedModule):
         """Save the scores before the updates of the current generation, for a resume."""
         super().on_save_checkpoint(checkpoint)
         if self._generation is not None:
-            checkpoint[ENTRY] = self._generation.state()
+            folder = self._data.run_folder
+            checkpoint[ENTRY] = {**self._generation.state(), "folder": folder}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the scores before the updates of the current generation."""

@@ -2,28 +2,60 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
 from megatron_lightning.data.rollouts.rollout_data import RolloutData
 from megatron_lightning.modules.run_data import RunDataModule
 
 
 class RolloutDataModule(RunDataModule, RolloutData):
-    """Rows for :class:`PolicyModule`: texts with log-probabilities and rewards, from files of
-    recorded generations.
+    """Rows for :class:`PolicyModule`: answers that the policy samples to ``prompts`` at the
+    beginning of an update, with rewards, or ``replay`` of recorded generations.
 
-    Each file of JSON lines is a generation: texts that one set of weights has sampled, whose
-    advantages are computed together. For the fields of a row see ``data.rollouts.generation``.
+    A generation is the rows that one set of weights has sampled. Its advantages are computed
+    together, over all replicas, and it is written to a file of JSON lines, from which ``replay``
+    trains. For the fields of a row see ``data.rollouts.generation``.
 
     The arguments are the fields of :class:`RolloutOptions`.
 
     Raises:
-        ConfigError: If a value cannot work.
+        ConfigError: If a value, or the combination, cannot work.
         DataError: If files cannot be read, on ``train_dataloader``.
     """
 
-    def _num_iterations(self) -> int:
-        policy = getattr(self._run_module(), "policy", None)
-        return getattr(policy, "num_iterations", 1)
-
+    @property
     def row_divisor(self) -> int:
-        """Return the number that layout and precision of the run divide rows by."""
+        """Number that layout and precision of the run divide rows by."""
         return self._row_divisor()
+
+    def _policy(self) -> Any:
+        return getattr(self._run_module(), "policy", None)
+
+    def _num_iterations(self) -> int:
+        return getattr(self._policy(), "num_iterations", 1)
+
+    def _num_updates(self) -> int:
+        return getattr(self._policy(), "updates_per_generation", 1)
+
+    def _root(self) -> Path:
+        return Path("." if self.trainer is None else self.trainer.default_root_dir)
+
+    def check_files(self, stage: str, module: pl.LightningModule) -> None:
+        """Check files, prompts and rewards before the strategy starts a process.
+
+        Args:
+            stage: The Trainer's next action.
+            module: The module of the action.
+
+        Raises:
+            ConfigError: If a reward cannot be imported.
+            DataError: If a file is missing, or a row has no prompt.
+        """
+        self.use_model(module)
+        if self.samples:
+            _ = self.rewards, self.prompts
+        else:
+            self.file(0)

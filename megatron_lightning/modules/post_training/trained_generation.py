@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,13 +47,14 @@ class TrainedGeneration:
     ends: Sequence[int]
     step: int
     old_logprobs: list[Tensor] | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Counts and times of the sampler, for the log."""
 
     @classmethod
     def begin(
-        cls, data: RolloutData, number: int, policy: PolicyOptions, step: int
+        cls, data: RolloutData, number: int, rows: Generation, policy: PolicyOptions, step: int
     ) -> TrainedGeneration:
-        """Return a generation of the data before its first update."""
-        rows = data.generation(number)
+        """Return a generation before its first update."""
         rewards = rows.rewards(data.reward_weights)
         kind, scale = check_advantage(policy.advantage, policy.scale_rewards)
         return cls(
@@ -111,6 +112,7 @@ class TrainedGeneration:
         values |= {f"reward/{name}": rows.reward(name).nanmean() for name in rows.reward_names}
         if self.ends:
             values["truncated_rows"] = rows.truncated(self.ends).float().mean()
+        values |= {name: torch.tensor(value) for name, value in self.sampling.items()}
         return {name: value.nan_to_num(0.0) for name, value in values.items()}
 
     def state(self) -> dict[str, Any]:
@@ -133,6 +135,6 @@ def most_positions(model: Any) -> int:
     """Return the positions of the longest row of a language model."""
     if isinstance(model, GPTModel):
         return model.config.max_sequence_length
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return int(getattr(text, "max_position_embeddings", 0) or 1 << 30)

@@ -16,7 +16,13 @@ from megatron_lightning.parallel.sequence_exchange import gather_parts
 from megatron_lightning.pipeline.batch.context_mean import gather_rows
 
 
-def join_outputs(output: Any, dims: Mapping[Any, int], part_length: int, group: AxisGroup) -> Any:
+def join_outputs(
+    output: Any,
+    dims: Mapping[Any, int],
+    part_length: int,
+    group: AxisGroup,
+    hook: str = "predict_step",
+) -> Any:
     """Return the output of a step, with sequences joined in order. A collective of ``group``.
 
     A tensor is a part of sequences if the sequence dim has a rank's number of positions. The
@@ -28,13 +34,14 @@ def join_outputs(output: Any, dims: Mapping[Any, int], part_length: int, group: 
         dims: The declaration.
         part_length: Positions of this rank's part of a sequence.
         group: The context-parallel ranks.
+        hook: The step.
 
     Raises:
         ConfigError: If another tensor differs between the ranks.
     """
     leaves, spec = tree_flatten_with_path(output)
     plain_leaves = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, Tensor)]
-    _check_equal_values(plain_leaves, group)
+    _check_equal_values(plain_leaves, group, hook)
     usual = next(iter(dims.values()))
     joined: list[Any] = []
     for path, leaf in leaves:
@@ -47,31 +54,31 @@ def join_outputs(output: Any, dims: Mapping[Any, int], part_length: int, group: 
         if -leaf.ndim <= dim < leaf.ndim and leaf.shape[dim] == part_length:
             joined.append(gather_parts(leaf, group, dim % leaf.ndim))
         else:
-            _check_equal(leaf, "".join(map(str, path)), group)
+            _check_equal(leaf, "".join(map(str, path)), group, hook)
             joined.append(leaf)
     return tree_unflatten(joined, spec)
 
 
-def _check_equal_values(leaves: Sequence[tuple[Any, Any]], group: AxisGroup) -> None:
+def _check_equal_values(leaves: Sequence[tuple[Any, Any]], group: AxisGroup, hook: str) -> None:
     """Check that values other than tensors are the same on all ranks."""
     pickled = [pickle.dumps(leaf) for _, leaf in leaves]
     for pickled_there in group.all_gather_object(pickled) if pickled else ():
         for (path, leaf), mine, theirs in zip(leaves, pickled, pickled_there, strict=True):
             if mine != theirs:
                 raise ConfigError(
-                    f"predict_step returned at {''.join(map(str, path)) or 'its top'} a "
+                    f"{hook} returned at {''.join(map(str, path)) or 'its top'} a "
                     f"{type(leaf).__name__} that differs between the {group.size} ranks that share "
                     "a sequence. Return tensors of every token, which are joined, or set "
                     "context_parallel_size to 1."
                 )
 
 
-def _check_equal(value: Tensor, name: str, group: AxisGroup) -> None:
+def _check_equal(value: Tensor, name: str, group: AxisGroup, hook: str) -> None:
     ranks = gather_rows(value[None], group)
     if not torch.allclose(ranks, value[None].expand_as(ranks), rtol=0, atol=0, equal_nan=True):
         place = f" at {name}" if name else ""
         raise ConfigError(
-            f"predict_step returned{place} a tensor {list(value.shape)} that differs between the "
+            f"{hook} returned{place} a tensor {list(value.shape)} that differs between the "
             f"{group.size} ranks that share a sequence, and is no sequence. Return values of "
             "every token (their dim is declared in sequence_dims, under the same key, where it is "
             "not that of the batch), or set context_parallel_size to 1."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,7 +28,8 @@ def rewards(devices: int, steps: int, sizes: dict[str, int]) -> list[float]:
     options = PipelineOptions(explicit_steps=True)
     strategy = MegatronStrategy(micro_batch_size=16, pipeline_options=options, **sizes)  # type: ignore[arg-type]
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
-    train(strategy, devices, steps, callbacks=[record], **quiet)
+    with TemporaryDirectory() as folder:
+        train(strategy, devices, folder, steps, callbacks=[record], **quiet)
     return record.values
 
 

@@ -1,0 +1,82 @@
+"""Options of ``RolloutDataModule``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_lightning.config.value_checks import check_counts
+from megatron_lightning.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions:
+    """Options of ``RolloutDataModule``.
+
+    Args:
+        batch_size: Rows of a batch on a replica. An update has ``accumulate_grad_batches`` of them
+            on each replica.
+        prompts: File, folder, pattern or data set with the rows to sample answers of. See
+            :func:`megatron_lightning.data.rollouts.prompts.prompt_of`.
+        rewards: Functions ``reward(prompt, answer, row) -> float | None``, ordinary or
+            asynchronous, or their class paths: a list, or a mapping of names. They run once a
+            replica.
+        reward_weights: Factor of each reward. Default: 1.
+        num_generations: Answers of a prompt.
+        replay: Recorded generations in the place of prompts: a file, a folder or a pattern. A file
+            of JSON lines is a generation, in the order of the names.
+        folder: Where generations are written. Default: a new ``rollouts/version_N`` in the
+            Trainer's ``default_root_dir``.
+        dynamic_sampling: Rounds, at most, in which groups without signal are replaced by further
+            prompts.
+        overlong_buffer: Last tokens of the budget that cost a reward ``overlong``, from 0 down to
+            -1 for an answer of all tokens. Default: no such reward.
+        reward_timeout_s: Seconds after which an answer has no reward.
+        seed: Seed of the order of prompts, and of the answers.
+        tokenizer: Folder or name of a tokenizer. Default: that of the model's folder.
+        chat_template: Text or file of a chat template. Default: the tokenizer's.
+        end_ids: Ids of tokens that end a text. Default: those of the model's folder.
+        pad_to: Rows of a batch are padded to a multiple of this.
+
+    Raises:
+        ConfigError: If a value, or the combination, cannot work.
+    """
+
+    batch_size: int
+    prompts: str | None = None
+    rewards: dict[str, Any] | list[Any] | None = None
+    reward_weights: dict[str, float] | None = None
+    num_generations: int = 8
+    replay: str | None = None
+    folder: str | None = None
+    dynamic_sampling: int = 0
+    overlong_buffer: int | None = None
+    reward_timeout_s: float = 60.0
+    seed: int = 0
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    end_ids: list[int] | None = None
+    pad_to: int = 64
+
+    def __post_init__(self) -> None:
+        check_counts(self, "batch_size", "num_generations", "pad_to", "overlong_buffer")
+        if (self.prompts is None) == (self.replay is None):
+            both = "both set" if self.prompts is not None else "both left out"
+            raise ConfigError(
+                f"prompts and replay are {both}: rows are either sampled or recorded. Set one."
+            )
+        if self.prompts is not None and not self.rewards:
+            raise ConfigError(
+                "prompts are set, and rewards are not, so that no answer is better than another. "
+                "Set rewards to functions reward(prompt, answer, row), or to their class paths."
+            )
+        if self.prompts is not None and self.num_generations < 2:
+            raise ConfigError(
+                f"num_generations is {self.num_generations}, and an advantage compares answers of "
+                "the same prompt. Set it to 2 or more."
+            )
+        if self.dynamic_sampling < 0 or self.reward_timeout_s <= 0:
+            raise ConfigError(
+                f"dynamic_sampling={self.dynamic_sampling} and reward_timeout_s="
+                f"{self.reward_timeout_s}; must not be negative, and the time not 0."
+            )

@@ -1,0 +1,203 @@
+"""Generations that the weights of a fit sample.
+
+The replicas share the prompts of a generation. All ranks of a replica run the engine on the same
+prompts. The first one calls the user's functions, and sends the others the rewards: functions that
+ask a service or a clock would differ between ranks. Then the replicas exchange their rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from megatron_lightning.data.rollouts.generation import Generation, Rollout
+from megatron_lightning.data.rollouts.prompts import Prompt
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.engine.text_model import Completion
+from megatron_lightning.inference.engine.uncached_loop import Sampling
+from megatron_lightning.layers.losses.advantages import without_signal
+from megatron_lightning.modules.post_training.policy_options import PolicyOptions
+from megatron_lightning.modules.post_training.rollout_data import RolloutDataModule
+from megatron_lightning.parallel.grid.context import ParallelContext
+
+OVERLONG = "overlong"
+Group = list[Rollout]
+
+
+class RolloutSampler:
+    """Samples generations.
+
+    Args:
+        trainer: The fit.
+        data: Prompts and rewards.
+        policy: Temperature and length of the answers.
+        model: The trained model, or this rank's part.
+        longest: Most positions of a row.
+
+    Raises:
+        ConfigError: If the strategy has no engine.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        data: RolloutDataModule,
+        policy: PolicyOptions,
+        model: Any,
+        longest: int,
+    ) -> None:
+        strategy = trainer.strategy
+        context = getattr(strategy, "context", None)
+        if not isinstance(context, ParallelContext):
+            raise ConfigError(
+                f"prompts are set, and a {type(strategy).__name__} has no engine to sample answers "
+                "with. Set strategy to a MegatronStrategy, also for one device."
+            )
+        self._strategy: Any = strategy
+        self._step = trainer.global_step
+        self._context = context
+        self._data = data
+        self._policy = policy
+        self._model = model
+        self._longest = longest
+        self.statistics: dict[str, float] = {}
+        """Counts and times of the last generation by name, for the log."""
+
+    def sample(self, number: int) -> Generation:
+        """Return a generation, of all replicas. A collective."""
+        start = time.monotonic()
+        data, failures = self._data, Counter[str]()
+        pending = {slot: data.prompt_of(number, slot) for slot in range(data.num_prompts)}
+        found: dict[int, Group] = {}
+        num_replaced = num_tokens = 0
+        for turn in range(1 + data.options.dynamic_sampling):
+            groups, failed = self._round(number, turn, pending)
+            failures += failed
+            num_tokens += sum(len(row.ids) for group in groups.values() for row in group)
+            found |= groups
+            dull = [slot for slot, group in groups.items() if self._is_dull(group)]
+            if not dull or turn == data.options.dynamic_sampling:
+                break
+            first = data.num_prompts + num_replaced
+            further = range(first, first + len(dull))
+            num_replaced += len(dull)
+            pending = {s: data.prompt_of(number, p) for s, p in zip(dull, further, strict=True)}
+        seconds = time.monotonic() - start
+        self.statistics = {
+            "sampling_s": seconds,
+            "sampled_tokens_per_s": num_tokens / max(seconds, 1e-9),
+            "replaced_groups": float(num_replaced),
+            **{f"reward_failures/{name}": float(count) for name, count in failures.items()},
+        }
+        return Generation([row for slot in sorted(found) for row in found[slot]])
+
+    def _is_dull(self, group: Group) -> bool:
+        rewards = Generation(group).rewards(self._data.reward_weights)
+        return bool(without_signal(rewards, torch.zeros(len(group), dtype=torch.long)))
+
+    def _round(
+        self, number: int, turn: int, pending: Mapping[int, Prompt]
+    ) -> tuple[dict[int, Group], Counter[str]]:
+        """Return the groups of some prompts, by their places, and failures of rewards."""
+        data, group = self._data, self._context.dp
+        own = {s: p for i, (s, p) in enumerate(pending.items()) if i % group.size == group.rank}
+        seeds = [self._seed(number, turn, slot) for slot in own]
+        texts = self._completions(list(own.values()), seeds)
+        rewards, failures = self._rewards(list(own.values()), texts)
+        rows = {
+            slot: [
+                self._row(number * data.num_prompts + slot, prompt, one, reward, seed + index)
+                for index, (one, reward) in enumerate(zip(answers, given, strict=True))
+            ]
+            for (slot, prompt), seed, answers, given in zip(
+                own.items(), seeds, texts, rewards, strict=True
+            )
+        }
+        everywhere = group.all_gather_object((rows, failures))
+        return (
+            {slot: one for part, _ in everywhere for slot, one in part.items()},
+            sum((counted for _, counted in everywhere), Counter[str]()),
+        )
+
+    def _seed(self, number: int, turn: int, slot: int) -> int:
+        """Return the seed of a group's first answer. No answer of a fit has the seed of another."""
+        options = self._data.options
+        rounds = number * (1 + options.dynamic_sampling) + turn
+        place = rounds * self._data.num_prompts + slot
+        return (options.seed << 32) + place * options.num_generations
+
+    def _completions(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        policy, data = self._policy, self._data
+        for prompt in prompts:
+            length = len(prompt.ids) + policy.max_completion_length
+            if length - 1 > self._longest:
+                raise ConfigError(
+                    f"a prompt has {len(prompt.ids)} ids, and with "
+                    f"max_completion_length={policy.max_completion_length} the text is longer than "
+                    f"the model's {self._longest} positions. Lower max_completion_length, or leave "
+                    "long prompts out."
+                )
+        engine = self._strategy.engine(model=self._model, stops=data.end_ids)
+        sampling = Sampling(
+            max_new_tokens=policy.max_completion_length, temperature=policy.temperature
+        )
+        number = data.options.num_generations
+        found: list[list[Completion]] = engine.generate(
+            [prompt.ids for prompt in prompts], sampling, number, seeds=list(seeds)
+        )
+        return found
+
+    def _rewards(
+        self, prompts: Sequence[Prompt], texts: Sequence[Sequence[Completion]]
+    ) -> tuple[list[list[dict[str, float | None]]], Counter[str]]:
+        """Return the rewards of every answer. The first rank of a replica computes them."""
+        groups = (self._context.tp, self._context.cp, self._context.pp)
+        result: Any = None
+        if not any(group.rank for group in groups):
+            tokenizer = self._data.tokenizer
+            answers = [
+                (
+                    prompt.shown,
+                    one.tokens if tokenizer is None else tokenizer.decode(one.tokens),
+                    prompt.row,
+                )
+                for prompt, group in zip(prompts, texts, strict=True)
+                for one in group
+            ]
+            scores, failures = self._data.rewards.score(answers)
+            count = self._data.options.num_generations
+            result = [scores[i : i + count] for i in range(0, len(scores), count)], failures
+        for group in groups:  # each from those that have it by now
+            result = group.broadcast_object(result)
+        return result[0], result[1]
+
+    def _row(
+        self,
+        group: int,
+        prompt: Prompt,
+        text: Completion,
+        rewards: Mapping[str, float | None],
+        seed: int,
+    ) -> Rollout:
+        ids = text.sampled_tokens
+        buffer = self._data.options.overlong_buffer
+        if buffer is not None:
+            excess = len(ids) - (self._policy.max_completion_length - buffer)
+            rewards = {**rewards, OVERLONG: -min(max(excess, 0) / buffer, 1.0)}
+        return Rollout(
+            group=group,
+            prompt_ids=list(prompt.ids),
+            ids=list(ids),
+            mask=[1] * len(ids),
+            logprobs=list(text.sampled_logprobs),
+            steps=[self._step] * len(ids),
+            rewards=rewards,
+            seed=seed,
+        )
