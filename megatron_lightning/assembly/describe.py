@@ -133,7 +133,7 @@ def _styles(module: nn.Module, plans: Mapping[str, ShardingPlan]) -> dict[str, s
             style = plan.style_of(path)
             if style is not None:
                 text: str = getattr(style, "description", type(style).__name__)
-                styles[prefix + path] = text
+                styles[f"{prefix}{path}".removesuffix(".")] = text
     return styles
 
 
