@@ -64,7 +64,9 @@ class PipelinedStepRunner(StepRunner):
         self._epoch = 0
         self._broadcast = StageBroadcast(scope.context.pp, scope.context.device)
         partition = scope.part.partition
-        self._absent = None if partition is None else AbsentListing(scope.module)
+        self._absent = (
+            None if partition is None else AbsentListing(scope.module, scope.context.device)
+        )
         self._last_stage = 0 if partition is None else len(partition.stages) - 1
         self._explicit: ExplicitCalls | None = None
         self._facts: dict[Hashable, CallFacts] = {}

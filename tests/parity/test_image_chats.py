@@ -62,12 +62,12 @@ def _one_process(family: str) -> Run:
     return losses, norms
 
 
-_USUAL = (("pp2", "qwen2_5_vl"), ("fsdp2", "llava"), ("tp2", "gemma3"))
+# Idefics3 moves its embeddings to the device of the model, of which a stage lacks parameters.
+_USUAL = (("pp2", "qwen2_5_vl"), ("pp2", "idefics3"), ("fsdp2", "llava"), ("tp2", "gemma3"))
 _CASES = [
     pytest.param(layout, family, marks=() if (layout, family) in _USUAL else pytest.mark.slow)
     for layout in LAYOUTS
     for family in ("qwen2_5_vl", "llava", "gemma3", "idefics3")
-    if family != "idefics3" or "pp" not in layout  # its check of counts reads a value
 ]
 
 

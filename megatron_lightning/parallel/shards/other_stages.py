@@ -50,6 +50,7 @@ _ASKED = {
     torch.is_complex,
     torch.numel,
 }
+_DEVICE = torch.Tensor.device.__get__
 _READ_ELSEWHERE = (
     "A parameter that the forward reads stays on every rank if that is known before the model is "
     "partitioned: give the LightningModule an example_input_array (transformers models have "
@@ -81,6 +82,8 @@ class AbsentTensor(Tensor):
     advice: str
     original: weakref.ref[Tensor] | None
     """The tensor of the full model, if user code still holds the tensor."""
+    home: torch.device | None = None
+    """Device that code is told of. None: ``meta``."""
 
     @classmethod
     def of(
@@ -103,6 +106,8 @@ class AbsentTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # called by torch
+        if func == _DEVICE and args[0].home is not None:
+            return args[0].home
         if func in _ASKED or func in _FREEZES:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if func in _LIKE and isinstance(args[0], cls):
@@ -228,9 +233,12 @@ class AbsentListing:
 
     Args:
         root: Module with absent units.
+        device: Device that absent parameters tell: models move tensors to the device of their first
+            parameter. None: ``meta``.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, device: torch.device | None = None) -> None:
+        self._device = device
         self._modules: list[nn.Module] = []
         self._find(root, set())
         for path, module in root.named_modules():
@@ -268,7 +276,7 @@ class AbsentListing:
     def shown(self) -> Iterator[None]:
         """Context that lists absent parameters."""
         for module in self._modules:
-            module.__dict__["named_parameters"] = partial(_named_parameters, module)
+            module.__dict__["named_parameters"] = partial(_named_parameters, module, self._device)
         try:
             yield
         finally:
@@ -281,7 +289,11 @@ def _is_absent_parameter(value: Any) -> bool:
 
 
 def _named_parameters(
-    module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    module: nn.Module,
+    device: torch.device | None,
+    prefix: str = "",
+    recurse: bool = True,
+    remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, Any]]:
     """Take the place of ``Module.named_parameters``, in the order of the full model."""
     seen_ids = set[int]()
@@ -298,6 +310,7 @@ def _named_parameters(
             listed = parameters.get(identity, value)
             if isinstance(listed, AbsentTensor):
                 listed = AbsentTensor.of(value, value.path, is_parameter=True, advice=_LISTED)
+                listed.home = device
             yield f"{path}.{name}" if path else name, listed
 
 
