@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_lightning.bridge.auto import AutoBridge, ModelKind
+from megatron_lightning.bridge.auto import AutoBridge, ModelKind, is_checkpoint
 from megatron_lightning.bridge.export_model import tensors_of_checkpoint
 from megatron_lightning.bridge.folders.export import write_folder
 from megatron_lightning.bridge.folders.folder import HuggingFaceFolder
@@ -24,11 +24,18 @@ from megatron_lightning.bridge.hf_models.logits import Comparison, compare_logit
 from megatron_lightning.bridge.import_folder import import_folder
 from megatron_lightning.bridge.low_bit.export import QuantizedFolder, served_layers
 from megatron_lightning.bridge.low_bit.schemes import Recipe, Scheme
+from megatron_lightning.bridge.megatron_checkpoints.export_megatron import write_megatron
 from megatron_lightning.bridge.megatron_checkpoints.megatron import MegatronBridge
+from megatron_lightning.bridge.megatron_checkpoints.model_state import (
+    ModelState,
+    state_of_checkpoint,
+    state_of_folder,
+)
 from megatron_lightning.bridge.megatron_checkpoints.torch_dist import is_megatron
 from megatron_lightning.bridge.verification import RoundTrip, compare_folders, round_trip
 from megatron_lightning.checkpoint.progress import progress_bar
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
+from megatron_lightning.file_names import CONFIG
 from megatron_lightning.precision.served.values import Fit, ServedName
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -53,25 +60,27 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
     scheme: Scheme = "compressed-tensors",
     scales: Fit = "max",
 ) -> None:
-    """Write a checkpoint of any layout, or a folder, as a Hugging Face folder.
+    """Write a checkpoint of any layout, or a folder, as a Hugging Face folder, or as a checkpoint
+    of Megatron.
 
     Args:
         checkpoint: Checkpoint of a module with the folder's model, untouched or as ``GPTModel``. Or
             a checkpoint of Megatron-LM or Megatron Bridge (``torch_dist``), with ``like``. Or a
-            Hugging Face folder or Hub id, to quantize, dequantize or cast the weights.
+            Hugging Face folder or Hub id, to quantize, dequantize or cast the weights, or for
+            ``format`` torch_dist.
         target: The folder to write.
         like: Folder or Hub id with the files, names and dtypes to follow. Default: the model's
             folder, kept in the checkpoint without weights.
         model: Path of the model in the LightningModule. Default: the first model from a folder.
-        dtype: Dtype of the weights. Default: the folder's.
+        dtype: Dtype of the weights. Default: the folder's, and in torch_dist the checkpoint's.
         overwrite: Replace an existing target.
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Whether code in the folder may run.
         family: Rules for a ``GPTModel``, by name or class path. Default: the rules used at import,
             or the first family describing the model.
         tokenizer: Folder or Hub id of a tokenizer, for a ``GPTModel`` trained from scratch.
-        format: hf: a Hugging Face folder. torch_dist, the format of Megatron-Core, is read by
-            ``convert import`` and not written.
+        format: hf: a Hugging Face folder. torch_dist: a checkpoint of Megatron-Core with the state
+            of Adam, to be loaded by Megatron-LM with any layout.
         quantize: Format of the weights of linear layers, for servers. none: not quantized.
         group_size: Values of a scale, with ``quantize=int4``: 128, 64 or 32.
         scheme: Names and settings of the quantized tensors. ``modelopt`` with ``nvfp4``.
@@ -80,15 +89,20 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
 
     Raises:
         CheckpointError: If the checkpoint is not of the folder's model, or the target exists.
-        ConfigError: If no family describes a ``GPTModel``, naming the fields, or the format is not
-            written.
+        ConfigError: If no family describes a ``GPTModel``, naming the fields, or Megatron-Core has
+            no such model.
     """
-    if format != "hf":
-        raise ConfigError(
-            f"format is {format!r}, which is read and not written. Leave it out to write a Hugging "
-            "Face folder, and make a Megatron checkpoint of the folder with Megatron Bridge: "
-            "AutoBridge.import_ckpt(FOLDER, MEGATRON_FOLDER)."
+    torch_dtype = None if dtype is None else getattr(torch, dtype)
+    if format == "torch_dist":
+        unused = {"like": like, "tokenizer": tokenizer, "quantize": quantize}
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "family": family}
+        _export_megatron(
+            _megatron_state(checkpoint, model, revision, unused, options),
+            Path(target),
+            dtype=torch_dtype,
+            overwrite=overwrite,
         )
+        return
     recipe = None
     if quantize not in (None, "none"):
         recipe = Recipe.of(quantize, group_size, scheme, scales)
@@ -101,7 +115,7 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
         checkpoint,
         like=like,
         model=model,
-        dtype=None if dtype is None else getattr(torch, dtype),
+        dtype=torch_dtype,
         revision=revision,
         trust_remote_code=trust_remote_code,
         family=family,
@@ -115,6 +129,52 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
     with progress_bar("exporting", _num_bytes(tensors)) as advance:
         write_folder(Path(target), folder, tensors, overwrite=overwrite, advance=advance)
     print(f"{target} holds {len(tensors)} tensors in {len(folder.headers)} files.")
+
+
+def _megatron_state(
+    checkpoint: str,
+    model: str | None,
+    revision: str | None,
+    unused: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> ModelState:
+    """Return what a checkpoint or folder holds, for Megatron."""
+    for name, value in unused.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} is {value!r}, and a checkpoint of Megatron has no files of a folder "
+                f"and no quantized weights. Leave {name} out."
+            )
+    if is_megatron(checkpoint):
+        raise ConfigError(
+            f"{checkpoint} is a checkpoint of Megatron already. Name a checkpoint of "
+            "MegatronStrategy, or a Hugging Face folder."
+        )
+    if is_checkpoint(checkpoint) and not (Path(checkpoint) / CONFIG).is_file():
+        return state_of_checkpoint(checkpoint, model=model, **options)
+    return state_of_folder(AutoBridge.from_hf_pretrained(checkpoint, revision=revision, **options))
+
+
+def _export_megatron(
+    state: ModelState, target: Path, *, dtype: torch.dtype | None, overwrite: bool
+) -> None:
+    total = sum(_num_bytes(lazies) for lazies in (state.weights, *state.states.values()))
+    with progress_bar("exporting", total) as advance:
+        folder = write_megatron(target, state, dtype=dtype, overwrite=overwrite, advance=advance)
+    adam = state.adam
+    states = f"no state of an optimizer, since {state.reason}"
+    if adam is not None:
+        states = f"the state of Adam after {adam.step:,.0f} steps"
+    print(f"{folder} holds {len(state.weights)} tensors, and {states}.")
+    flags = f"--load {target} --ckpt-format torch_dist --use-checkpoint-args --no-load-rng"
+    if adam is None:
+        flags += " --no-load-optim"
+    else:
+        flags += (
+            f" --lr {adam.learning_rate:g} --min-lr {adam.min_learning_rate:g} "
+            "--use-distributed-optimizer --override-opt_param-scheduler"
+        )
+    print(f"  next, in Megatron-LM: {flags}, with data and layout")
 
 
 def import_(  # noqa: PLR0917  # every argument is an option of the command line

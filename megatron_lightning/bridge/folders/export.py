@@ -85,7 +85,7 @@ def write_folder(
     locks: list[int] = []  # on the first rank
     pending = beside(target, f".tmp-{on_first_rank(group, new_identifier)}")
     try:
-        on_first_rank(group, lambda: _begin(target, pending, overwrite, locks))
+        on_first_rank(group, lambda: begin_folder(target, pending, overwrite, locks))
         on_first_rank(group, lambda: _write_others(pending, _with_index(others, headers)))
         on_first_rank(group, lambda: _follow_dtype(pending / CONFIG, like, tensors))
         weights = {
@@ -95,15 +95,19 @@ def write_folder(
         together(
             group, f"writing {target}", lambda: _write(pending, weights, group, reads_together)
         )
-        on_first_rank(group, lambda: _finish(pending, target))
+        on_first_rank(group, lambda: finish_folder(pending, target))
     finally:
         for descriptor in locks:
             release(descriptor)
             shutil.rmtree(pending, ignore_errors=True)  # the old folder, or an unfinished folder
 
 
-def _begin(target: Path, pending: Path, overwrite: bool, locks: list[int]) -> None:
-    """Make the pending folder. The lock tells a later save that the folder is in use."""
+def begin_folder(target: Path, pending: Path, overwrite: bool, locks: list[int]) -> None:
+    """Make the pending folder. The lock tells a later save that the folder is in use.
+
+    Raises:
+        CheckpointError: If the target exists.
+    """
     if target.exists() and not overwrite:
         raise CheckpointError(
             f"{target} exists. Name another folder, or replace this one with --overwrite."
@@ -196,7 +200,8 @@ def _memory(chunk: bytes | Tensor) -> Chunk:
     return memory
 
 
-def _finish(pending: Path, target: Path) -> None:
+def finish_folder(pending: Path, target: Path) -> None:
+    """Give a complete pending folder the target's name."""
     sync_directory(pending)
     _commit(pending, target)
 

@@ -195,7 +195,8 @@ def model_tensors(folder: MegatronFolder, config: TransformerConfig) -> dict[str
         if tensor is None:
             missing_keys.append(key)
             continue
-        used_keys.add(key)
+        # The norm before experts may stand there twice, for two kinds of layers.
+        used_keys.update(key for alias in _aliases(name) for key, _ in _keys(alias))
         # Megatron pads the vocabulary to a multiple that depends on its layout.
         tensor = _without_padding(name, tensor, shape)
         if tuple(tensor.shape) != shape:

@@ -34,10 +34,7 @@ def fills_of_checkpoint(
         CheckpointError: If a parameter is missing, or has another shape.
     """
     stored = source.tensors()
-    place = None if model is None else f"state_dict.{model}." if model else "state_dict."
-    # Checkpoints of a renamed attribute are found by the names of the parameters.
-    is_there = place is not None and any(name.startswith(place) for name in stored)
-    prefix = place if place and is_there else _prefix(stored, names)
+    prefix = prefix_of_model(source, names, model)
     for name, lazy in names.items():
         if prefix + name not in stored:
             raise CheckpointError(
@@ -59,6 +56,19 @@ def fills_of_checkpoint(
         return fill
 
     return {name: fill_of(name) for name in names}
+
+
+def prefix_of_model(
+    source: CheckpointSource, names: Mapping[str, Lazy], model: str | None = None
+) -> str:
+    """Return what precedes the parameters' names in a checkpoint, such as ``state_dict.model.``.
+    For the arguments see :func:`fills_of_checkpoint`.
+    """
+    stored = source.tensors()
+    place = None if model is None else f"state_dict.{model}." if model else "state_dict."
+    # Checkpoints of a renamed attribute are found by the names of the parameters.
+    is_there = place is not None and any(name.startswith(place) for name in stored)
+    return place if place and is_there else _prefix(stored, names)
 
 
 def _prefix(stored: Mapping[str, TensorInfo], names: Mapping[str, Lazy]) -> str:
