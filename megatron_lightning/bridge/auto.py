@@ -28,6 +28,7 @@ from megatron_lightning.bridge.hf_models.transformers_model import (
     fill_weights,
     lazy_parameters,
 )
+from megatron_lightning.bridge.low_bit.trained import TrainedWeights
 from megatron_lightning.bridge.megatron_checkpoints.torch_dist import is_megatron
 from megatron_lightning.bridge.tensors.lazy import Lazy
 from megatron_lightning.bridge.tensors.values import fills_of_checkpoint, fills_of_model, values_of
@@ -40,6 +41,7 @@ from megatron_lightning.file_names import CONFIG
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.optional import HF_FOLDER, require
 from megatron_lightning.parallel.shards.spec import Box
+from megatron_lightning.precision.served.qat import read_qat
 
 ModelKind = Literal["transformers", "gpt"]
 
@@ -114,6 +116,7 @@ class AutoBridge(FolderModel):
         *,
         model: str | None = None,
         reads: bool = True,
+        rounds: bool = False,
         **options: Any,
     ) -> AutoBridge:
         """Return the bridge of the folder in a checkpoint.
@@ -124,6 +127,7 @@ class AutoBridge(FolderModel):
                 a folder.
             reads: Whether weights are the checkpoint's. False: there are no weights, and the caller
                 loads the checkpoint into the new model.
+            rounds: Whether weights that the training rounded (``qat``) have the rounded values.
             options: See the class.
 
         Raises:
@@ -140,7 +144,11 @@ class AutoBridge(FolderModel):
         if reads:
             # The checkpoint holds the folder's own model, without the caller's differences.
             plan = cls.from_kept(record, **{**options, "change": UNCHANGED}).plan()
-            tensors = plan.tensors(fills_of_checkpoint(source, plan.parameters, place))
+            fills = fills_of_checkpoint(source, plan.parameters, place)
+            trained = read_qat(source.state(), str(path)).get(place) if rounds else None
+            tensors = plan.tensors(fills)
+            if trained is not None:
+                tensors = TrainedWeights.of(plan, fills, trained).values(plan.folder, tensors)
             record.read_from({name: tensors[name].fill for name in plan.pieces})
         return cls.from_kept(record, **{"origin": str(path), "revision": None, **options})
 

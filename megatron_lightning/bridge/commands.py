@@ -22,8 +22,8 @@ from megatron_lightning.bridge.folders.folder import HuggingFaceFolder
 from megatron_lightning.bridge.folders.hub import local_folder
 from megatron_lightning.bridge.hf_models.logits import Comparison, compare_logits
 from megatron_lightning.bridge.import_folder import import_folder
-from megatron_lightning.bridge.low_bit.export import QuantizedFolder, served_layers
-from megatron_lightning.bridge.low_bit.schemes import Recipe, Scheme
+from megatron_lightning.bridge.low_bit.schemes import Scheme
+from megatron_lightning.bridge.low_bit.trained import Asked, quantized_folder
 from megatron_lightning.bridge.megatron_checkpoints.export_megatron import write_megatron
 from megatron_lightning.bridge.megatron_checkpoints.megatron import MegatronBridge
 from megatron_lightning.bridge.megatron_checkpoints.model_state import (
@@ -81,7 +81,8 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
         tokenizer: Folder or Hub id of a tokenizer, for a ``GPTModel`` trained from scratch.
         format: hf: a Hugging Face folder. torch_dist: a checkpoint of Megatron-Core with the state
             of Adam, to be loaded by Megatron-LM with any layout.
-        quantize: Format of the weights of linear layers, for servers. none: not quantized.
+        quantize: Format of the weights of linear layers, for servers. none: not quantized. Default:
+            the format that the checkpoint was trained for (``qat``).
         group_size: Values of a scale, with ``quantize=int4``: 128, 64 or 32.
         scheme: Names and settings of the quantized tensors. ``modelopt`` with ``nvfp4``.
         scales: How scales are chosen. max: by the largest value. mse: by the smallest squared error
@@ -102,16 +103,7 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
             dtype=torch_dtype,
             overwrite=overwrite,
         )
-        return
-    recipe = None
-    if quantize not in (None, "none"):
-        recipe = Recipe.of(quantize, group_size, scheme, scales)
-    elif (group_size, scheme, scales) != (None, "compressed-tensors", "max"):
-        raise ConfigError(
-            "group_size, scheme and scales are settings of quantized weights, and quantize is "
-            f"{quantize}. Set quantize, or leave them out."
-        )
-    folder, tensors = tensors_of_checkpoint(
+    folder, tensors, trained = tensors_of_checkpoint(
         checkpoint,
         like=like,
         model=model,
@@ -121,11 +113,11 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
         family=family,
         tokenizer=tokenizer,
     )
-    if recipe is not None:
-        layers = served_layers(folder.files, tensors, trust_remote_code=trust_remote_code)
-        folder = QuantizedFolder(folder, tensors, recipe, layers)
-        tensors = folder.tensors
-        print(folder.describe())
+    asked: Asked = (quantize, group_size, scheme, scales)
+    quantized = quantized_folder(folder, tensors, trained, asked, trusts=trust_remote_code)
+    if quantized is not None:
+        folder, tensors = quantized, quantized.tensors
+        print(quantized.describe())
     with progress_bar("exporting", _num_bytes(tensors)) as advance:
         write_folder(Path(target), folder, tensors, overwrite=overwrite, advance=advance)
     print(f"{target} holds {len(tensors)} tensors in {len(folder.headers)} files.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,10 +18,11 @@ from megatron_lightning.bridge.folders.folder import FolderTensors
 from megatron_lightning.bridge.folders.new_folder import new_gpt_folder
 from megatron_lightning.bridge.folders.remembered_folders import kept_folders
 from megatron_lightning.bridge.gpt import gpt_config
+from megatron_lightning.bridge.low_bit.trained import TrainedWeights
 from megatron_lightning.bridge.megatron_checkpoints.megatron import MegatronBridge
 from megatron_lightning.bridge.megatron_checkpoints.torch_dist import is_megatron
 from megatron_lightning.bridge.tensors.inverse import assembled
-from megatron_lightning.bridge.tensors.lazy import Lazy
+from megatron_lightning.bridge.tensors.lazy import Fill, Lazy
 from megatron_lightning.bridge.tensors.values import fills_of_checkpoint, fills_of_model
 from megatron_lightning.checkpoint.kept_files import kept_entry
 from megatron_lightning.checkpoint.reading.source import CheckpointSource, open_checkpoint
@@ -29,6 +30,16 @@ from megatron_lightning.checkpoint.text_record import TextRecord
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.file_names import CONFIG
 from megatron_lightning.peft.record import read_records
+from megatron_lightning.precision.served.qat import read_qat
+
+
+class SavedTensors(NamedTuple):
+    """The tensors of a checkpoint under the names of a folder."""
+
+    folder: FolderTensors
+    tensors: dict[str, Lazy]
+    trained: TrainedWeights | None = None
+    """The weights that the training rounded. None: none."""
 
 
 def tensors_of_checkpoint(
@@ -41,7 +52,7 @@ def tensors_of_checkpoint(
     trust_remote_code: bool = False,
     family: str | None = None,
     tokenizer: str | None = None,
-) -> tuple[FolderTensors, dict[str, Lazy]]:
+) -> SavedTensors:
     """Return the folder to write for a checkpoint, and the tensors, read when needed.
 
     Args:
@@ -63,7 +74,7 @@ def tensors_of_checkpoint(
         megatron = MegatronBridge(
             checkpoint, like, revision=revision, trust_remote_code=trust_remote_code, family=family
         )
-        return megatron.bridge.folder, megatron.tensors(dtype)
+        return SavedTensors(megatron.bridge.folder, megatron.tensors(dtype))
     if _is_folder(checkpoint):
         _refuse_options(checkpoint, like=like, model=model, tokenizer=tokenizer)
         bridge = AutoBridge.from_hf_pretrained(
@@ -72,7 +83,7 @@ def tensors_of_checkpoint(
             trust_remote_code=trust_remote_code,
             family=family,
         )
-        return bridge.folder, assembled(bridge.folder, {}, {}, dtype)
+        return SavedTensors(bridge.folder, assembled(bridge.folder, {}, {}, dtype))
     source = open_checkpoint(checkpoint)
     state = source.state()
     if not read_records(state):
@@ -93,7 +104,8 @@ def tensors_of_checkpoint(
         )
         parameters = gpt.tensors(config)
         plan = Plan(gpt.folder, parameters, gpt.pieces(config, parameters))
-        return plan.folder, plan.tensors(fills_of_checkpoint(source, parameters, model))
+        fills = fills_of_checkpoint(source, parameters, model)
+        return SavedTensors(plan.folder, plan.tensors(fills), _trained(plan, fills, state, model))
     if tokenizer is not None:
         raise ConfigError(
             f"tokenizer is {tokenizer!r}, and {checkpoint} is written as a folder with files of "
@@ -115,7 +127,17 @@ def tensors_of_checkpoint(
             "folder of their own, or added to the weights: megatron-lightning adapters "
             "export|merge."
         )
-    return plan.folder, plan.tensors(fills_of_checkpoint(source, plan.parameters, place), dtype)
+    fills = fills_of_checkpoint(source, plan.parameters, place)
+    trained = _trained(plan, fills, state, place)
+    return SavedTensors(plan.folder, plan.tensors(fills, dtype), trained)
+
+
+def _trained(
+    plan: Plan, fills: Mapping[str, Fill], state: Mapping[str, Any], place: str | None
+) -> TrainedWeights | None:
+    records = read_qat(state)
+    record = next(iter(records.values()), None) if place is None else records.get(place)
+    return None if record is None else TrainedWeights.of(plan, fills, record)
 
 
 def _is_folder(path: str | os.PathLike[str]) -> bool:

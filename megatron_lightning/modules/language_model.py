@@ -31,6 +31,8 @@ from megatron_lightning.peft.record import PEFT, Record, read_records, write_rec
 from megatron_lightning.peft.resume import check_scales
 from megatron_lightning.peft.sources import digest_of_base
 from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
+from megatron_lightning.precision.served.qat import QAT, check_resumed, described, write_qat
+from megatron_lightning.precision.served.values import ServedName
 
 Batch = dict[str, Tensor]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -70,6 +72,8 @@ class LanguageModule(LightningModule):
         freeze: Patterns of names of parameters and modules that are not trained.
         train_only: Patterns of names of parameters and modules. All others are not trained.
         peft: Adapters trained in the place of the model's weights. Default: train all weights.
+        qat: Weights rounded in the forward as servers will hold them: a format such as "nvfp4", or
+            :class:`~megatron_lightning.precision.QAT`. Default: not rounded.
 
     Raises:
         ConfigError: If the schedule contradicts itself.
@@ -105,6 +109,7 @@ class LanguageModule(LightningModule):
         freeze: Sequence[str] | None = None,
         train_only: Sequence[str] | None = None,
         peft: LoRA | None = None,
+        qat: QAT | ServedName | None = None,
     ) -> None:
         super().__init__()
         if learning_rate < 0.0:
@@ -125,6 +130,14 @@ class LanguageModule(LightningModule):
         ]
         named = None if optimizer is None else NamedOptimizer.of(optimizer)
         self._named_optimizer = named
+        self.qat = QAT.of(qat)
+        """Rounding of weights in the forward. None: not rounded."""
+        if self.qat is not None and peft is not None:
+            raise ConfigError(
+                f"{described(self.qat)} is given beside peft: adapters are added behind rounded "
+                "weights, and merging would round again. Leave peft out, or train the adapters "
+                "without qat and export the merged folder by convert export --quantize."
+            )
         self._frozen_parameters = FrozenParameters(freeze=freeze or (), train_only=train_only or ())
         if self._frozen_parameters and peft is not None:
             raise ConfigError(
@@ -151,6 +164,7 @@ class LanguageModule(LightningModule):
             "freeze": None if freeze is None else list(freeze),
             "train_only": None if train_only is None else list(train_only),
             "peft": None if peft is None else asdict(peft),
+            "qat": None if self.qat is None else asdict(self.qat),
         }
         if named is not None and self._has_own_options:
             check_defaults(type(self), named, self._settings)
@@ -175,7 +189,11 @@ class LanguageModule(LightningModule):
         """Schedule of the learning rate. None: constant, or known at the start of the fit."""
 
     def _adapt(self, model: ModuleT) -> ModuleT:
-        """Attach the adapters to a newly built model, or freeze parameters. Return the model."""
+        """Attach the adapters to a newly built model, freeze parameters, or round weights. Return
+        the model.
+        """
+        if self.qat is not None:
+            self.qat.apply(model)
         if self._frozen_parameters:
             self._frozen_parameters.apply(model)
         return model if self.peft is None else self.peft.apply(model)
@@ -185,6 +203,8 @@ class LanguageModule(LightningModule):
         bits, because the base has the same weights.
         """
         write_record(self, checkpoint)
+        if self._trainer is not None:
+            write_qat(self, checkpoint)
         state = checkpoint.get("state_dict") or {}
         stored = [name for name, tensor in state.items() if isinstance(tensor, StoredWeight)]
         for path, entry in checkpoint.get(PEFT, {}).items() if stored else ():
@@ -194,8 +214,13 @@ class LanguageModule(LightningModule):
             del state[name]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Record the adapters of the checkpoint, and the weights that it leaves to the base."""
+        """Record the adapters of the checkpoint, and the weights that it leaves to the base.
+
+        Raises:
+            ConfigError: If the checkpoint was trained with another rounding.
+        """
         self._records = read_records(checkpoint)
+        check_resumed(self, checkpoint)
         self._left_out = left_out_digests(checkpoint)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ from megatron_lightning.parallel.shards.tensor_shards import TensorShards
 from megatron_lightning.peft.base_digest import digest_of_part
 from megatron_lightning.peft.lora import applied_to
 from megatron_lightning.peft.record import PEFT, Record, base_of, read_records, write_record
+from megatron_lightning.precision.served.qat import write_qat
 
 _MODULE = "state_dict."
 
@@ -77,6 +78,7 @@ class LeftOutWeights:
         All ranks call this.
         """
         write_record(state.module, checkpoint)
+        write_qat(state.module, checkpoint)
         if not self._leaves_out(state.module):
             return tensors
         left_out = self._left_out(state)

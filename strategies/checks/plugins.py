@@ -13,6 +13,7 @@ from torch import nn
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.precision.assignment import recipes_of_layers
+from megatron_lightning.precision.served.qat import described, qat_of
 from megatron_lightning.precision.transformer_engine.build import check_layer
 from megatron_lightning.strategies.fp8 import quantizing
 
@@ -51,6 +52,12 @@ def check_recipe_of(plugin: Precision | None, module: nn.Module, layout: Paralle
     fp8 = quantizing(plugin)
     if fp8 is None:
         return
+    if rounded := qat_of(module):
+        raise ConfigError(
+            f"MegatronFP8Precision quantizes the layers of a module that is trained with "
+            f"{described(next(iter(rounded.values())).qat)}: a layer multiplies by one or by the "
+            'other. Leave the plugin out (precision="bf16-mixed"), or qat.'
+        )
     recipes = recipes_of_layers(module, fp8.recipe, will_divide=layout.tp > 1)
     if fp8.backend != "transformer_engine":
         return

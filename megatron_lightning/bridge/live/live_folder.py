@@ -13,8 +13,10 @@ from megatron_lightning.assembly.state.full_state import FullState
 from megatron_lightning.bridge.export_model import model_with_folder, plan_of_model
 from megatron_lightning.bridge.folder_model import Plan
 from megatron_lightning.bridge.folders.export import write_folder
+from megatron_lightning.bridge.folders.folder import FolderTensors
 from megatron_lightning.bridge.folders.remembered_folders import kept_folders
 from megatron_lightning.bridge.hf_models.state_names import state_tensors, tied_tensors
+from megatron_lightning.bridge.low_bit.trained import TrainedWeights
 from megatron_lightning.bridge.tensors.lazy import Lazy
 from megatron_lightning.bridge.tensors.values import fills_of_checkpoint, fills_of_ranks, values_of
 from megatron_lightning.checkpoint import open_checkpoint
@@ -29,6 +31,7 @@ from megatron_lightning.peft.lora import applied_to
 from megatron_lightning.peft.merge import LayerDelta, deltas_in, merged_fills
 from megatron_lightning.peft.sources import read_tensors, record_of
 from megatron_lightning.precision.qlora.frozen_base import check_values
+from megatron_lightning.precision.served.qat import read_qat, trained_qat
 
 
 class LiveFolder:
@@ -70,6 +73,11 @@ class LiveFolder:
         )
         self.tensors: dict[str, Lazy] = plan.tensors(fills, dtype)
         """Name in the folder -> tensor. All ranks read the values together."""
+
+        record = trained_qat(root, chosen)
+        if record is not None:
+            trained = TrainedWeights.of(plan, fills, record)
+            self.tensors = trained.values(plan.folder, self.tensors, context.device)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and values of the folder's tensors on every rank. All ranks take all."""
@@ -171,7 +179,11 @@ class FoldersOfCheckpoints:
         tensors = plan.tensors(fills)
         target = local_path(path) / EXPORT_FOLDER
         # The data of the fit may have changed the folder's texts since the plan was made.
-        like = kept_folders(self._module)[place]
+        like: FolderTensors = kept_folders(self._module)[place]
+        record = read_qat(source.state(), path).get(place)
+        if record is not None:
+            folder = TrainedWeights.of(plan, fills, record).folder(like, tensors)
+            like, tensors = folder, folder.tensors
         write_folder(target, like, tensors, overwrite=True, group=group)
 
     def write_last(self, group: AxisGroup) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +33,10 @@ from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.file_names import CONFIG, MODELOPT_CONFIG, WEIGHTS_INDEX
 from megatron_lightning.parallel.shards.spec import Box
-from megatron_lightning.precision.assignment import quantizable_layers
+from megatron_lightning.precision.served.selection import place_in_block, served_in
 from megatron_lightning.precision.served.values import Encoded, encode, fused_with
 
 _WEIGHT = ".weight"
-_IN_BLOCK = re.compile(r"(?:^|\.)([^.\d][^.]*\.\d+)(\..+)$")
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.[^.]+$")
 
 
@@ -56,13 +55,18 @@ def _listed(names: list[str]) -> str:
 
 
 def served_layers(
-    files: KeptFiles, tensors: Mapping[str, Tensor], *, trust_remote_code: bool = False
+    files: KeptFiles,
+    tensors: Mapping[str, Tensor],
+    chosen: Collection[str] | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> ServedLayers:
     """Return the layers that are quantized.
 
     Args:
         files: The folder's configuration.
         tensors: The folder's tensors.
+        chosen: Names of the quantized weights in the folder. None: those that are by default.
         trust_remote_code: Whether code in the folder may run.
 
     Raises:
@@ -74,13 +78,12 @@ def served_layers(
             module: nn.Module = model.model_class(model.config)
     found = dict(module.named_modules())
     linears = {path for path, child in found.items() if isinstance(child, nn.Linear)}
-    in_text = [
-        path
-        for path in quantizable_layers(module)
-        if path in linears and path.startswith(_text_prefix(found, model.config))
-    ]
+    in_text = [path for path in served_in(module).layers if path in linears]
     # From the list of blocks on, since prefixes of folders and models differ.
-    tails, blocks = {_tail(path) for path in in_text}, {_tail(path)[0] for path in found}
+    tails, blocks = (
+        {place_in_block(path) for path in in_text},
+        {place_in_block(path)[0] for path in found},
+    )
     embeddings = {path for path, child in found.items() if isinstance(child, nn.Embedding)}
     matrices = [
         path
@@ -91,35 +94,23 @@ def served_layers(
     quantized = [
         path
         for path in matrices
-        if (tail := _tail(path))[0]
+        if (tail := place_in_block(path))[0]
         and (tail in tails or (_OF_EXPERT.search(path) and tail[0] in blocks))
     ]
+    if chosen is not None:
+        quantized = [path for path in matrices if f"{path}{_WEIGHT}" in chosen]
     if not quantized:
         raise ConfigError(
             f"{type(module).__name__} has no linear layer in its blocks to quantize. Leave "
             "quantize out."
         )
-    done = {_tail(path) for path in quantized}
-    ignored = {path for path in linears if _tail(path) not in done or not _tail(path)[0]}
+    done = {place_in_block(path) for path in quantized}
+    ignored = {
+        path for path in linears if place_in_block(path) not in done or not place_in_block(path)[0]
+    }
     ignored |= {*matrices} - {*quantized}
     stacked = [name for name, x in tensors.items() if x.ndim == 3 and ".experts." in name]
     return ServedLayers(quantized, sorted(ignored), stacked)
-
-
-def _tail(path: str) -> tuple[str, str]:
-    """Return block and rest of a path, such as ("layers.3", ".mlp.up_proj"). Empty: no block."""
-    match = _IN_BLOCK.search(path)
-    return ("", path) if match is None else (match[1], match[2])
-
-
-def _text_prefix(modules: Mapping[str, nn.Module], config: object) -> str:
-    """Return the path of the language model, with a dot. Empty: the model is one."""
-    text = config.get_text_config()  # type: ignore[attr-defined]
-    if text is config:
-        return ""
-    kind = type(text)
-    of_text = (path for path, x in modules.items() if isinstance(getattr(x, "config", None), kind))
-    return next((f"{path}." for path in of_text if path), "")
 
 
 class QuantizedFolder(FolderTensors):
@@ -130,6 +121,7 @@ class QuantizedFolder(FolderTensors):
         tensors: The folder's tensors.
         recipe: Format, scheme and choice of scales.
         layers: The layers.
+        device: Device on which weights are read and rounded. None: the CPU.
 
     Raises:
         ConfigError: If a layer does not fit the format.
@@ -141,8 +133,10 @@ class QuantizedFolder(FolderTensors):
         tensors: Mapping[str, Lazy],
         recipe: Recipe,
         layers: ServedLayers,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__(folder.path)
+        self._device = device
         self._tensors, self._recipe, self._layers = tensors, recipe, layers
         self._paths = frozenset(layers.quantized)
         self._check_sizes()
@@ -169,6 +163,11 @@ class QuantizedFolder(FolderTensors):
             f"{8 * size / count:.3f} bits a weight. Left as they are: {_listed(layers.ignored)}."
             f"{stacked if layers.stacked else ''}"
         )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """``quantization_config`` of config.json."""
+        return config_entry(self._recipe, self._layers.ignored)
 
     @property
     def files(self) -> KeptFiles:
@@ -223,15 +222,27 @@ class QuantizedFolder(FolderTensors):
         return self._amax[fused]
 
     def _weight(self, path: str) -> Tensor:
-        return self._tensors[f"{path}{_WEIGHT}"].read()
+        lazy = self._tensors[f"{path}{_WEIGHT}"]
+        values = torch.empty(lazy.shape, dtype=lazy.dtype, device=self._device)
+        lazy.fill(Box.full(lazy.shape), values)
+        return values
+
+    def _dtype_of_others(self) -> torch.dtype:
+        """Return the dtype of the first matrix that is not quantized, such as an embedding."""
+        others = (
+            x.dtype
+            for name, x in self._tensors.items()
+            if x.ndim > 1 and x.is_floating_point()
+            if name.removesuffix(_WEIGHT) not in self._paths
+        )
+        return next(others, torch.bfloat16)
 
     def _with_settings(self, files: KeptFiles, index: bytes | None) -> KeptFiles:
         ignore = self._layers.ignored
         contents = {name: c for name, c in files.contents.items() if name != WEIGHTS_INDEX}
         config = json.loads(contents[CONFIG])
-        config["quantization_config"] = config_entry(self._recipe, ignore)
-        first = self._tensors[f"{self._layers.quantized[0]}{_WEIGHT}"]
-        dtype = str(first.dtype).removeprefix("torch.")
+        config["quantization_config"] = self.settings
+        dtype = str(self._dtype_of_others()).removeprefix("torch.")
         config |= dict.fromkeys({"dtype", "torch_dtype"} & set(config) or {"dtype"}, dtype)
         add_rope_schema(config)
         contents[CONFIG] = _json(config)

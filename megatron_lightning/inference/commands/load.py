@@ -54,6 +54,7 @@ from megatron_lightning.peft.lora import applied_to
 from megatron_lightning.peft.record import read_records
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules import resolve
+from megatron_lightning.precision.served.qat import read_qat
 from megatron_lightning.rules import check_model_layout
 
 _PREFIX = "state_dict.model."
@@ -122,7 +123,7 @@ def _find_model(checkpoint: str | os.PathLike[str], context: ParallelContext | N
     if isinstance(saved.get("config"), Mapping):
         return _of_checkpoint(source, saved)
     if read_kept(checkpoint) is not None:
-        model = _of_bridge(AutoBridge.from_checkpoint(checkpoint))
+        model = _of_bridge(AutoBridge.from_checkpoint(checkpoint, rounds=True))
         has_adapters = bool(list(read_records(source.state(), str(checkpoint))))
         return _with_adapters(model, checkpoint) if has_adapters else model
     raise CheckpointError(
@@ -151,9 +152,13 @@ def _of_checkpoint(source: CheckpointSource, saved: Mapping[str, Any]) -> SavedM
     if lora is None and saved.get("peft") is not None:  # saved by Lightning's own strategy
         lora = LoRA(**saved["peft"])
 
+    trained = next(iter(read_qat(source.state(), "the checkpoint").values()), None)
+
     def build() -> nn.Module:
         with torch.device("meta"):
-            model = GPTModel(config)
+            model: nn.Module = GPTModel(config)
+            if trained is not None:
+                trained.qat.apply(model)
             return model if lora is None else lora.apply(model)
 
     def fill(model: nn.Module, part: Part, context: ParallelContext) -> None:

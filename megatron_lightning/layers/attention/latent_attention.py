@@ -27,7 +27,7 @@ from megatron_lightning.config import LatentAttentionConfig, TransformerConfig
 from megatron_lightning.layers.attention.rotary import RotaryEmbedding, apply_rotary, score_factor
 from megatron_lightning.layers.attention.self_attention import build_core
 from megatron_lightning.layers.attention.sequence_info import SequenceInfo, rotary_places
-from megatron_lightning.layers.linear.gemm import by_heads
+from megatron_lightning.layers.linear.gemm import Gemm, by_heads
 from megatron_lightning.layers.norm import build_norm
 
 
@@ -129,7 +129,8 @@ class LatentAttention(nn.Module):
             latent = self.shared_key(latent)
         # Absorption: q k = q (W_k c) = (W_k^T q) c for a latent c. All heads then attend to the
         # latents themselves, and W_v maps the weighted latents to values afterwards.
-        weight = self.linear_kv_up_proj.weight
+        up = self.linear_kv_up_proj
+        weight = getattr(up, "gemm", Gemm()).value(up.weight, latent.dtype)
         rows = weight.view(-1, mla.qk_head_dim + mla.v_head_dim, mla.kv_lora_rank)
         to_keys, to_values = torch.split(rows, [mla.qk_head_dim, mla.v_head_dim], 1)
         q = torch.cat((by_heads(q_sbnd, to_keys), q_sbnr), -1)

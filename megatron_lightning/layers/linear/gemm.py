@@ -124,6 +124,12 @@ class Gemm:
         """
         return Operand(tensor.dequantized() if isinstance(tensor, StoredWeight) else tensor)
 
+    def value(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weight by which the layer multiplies inputs of ``dtype``, for products beside
+        the GEMMs.
+        """
+        return weight
+
     def gather_first(
         self, tensor: Tensor, axis: SequenceAxis | None
     ) -> tuple[Tensor, SequenceAxis | None]:

@@ -14,6 +14,7 @@ from megatron_lightning.config import TransformerConfig
 from megatron_lightning.layers.activation import build_activation
 from megatron_lightning.layers.linear.gemm import Gemm
 from megatron_lightning.layers.linear.splittable import Splittable, linear
+from megatron_lightning.parallel.grid.context import ALONE, AxisGroup
 
 
 class GroupedLinear(Splittable, nn.Module):
@@ -41,6 +42,8 @@ class GroupedLinear(Splittable, nn.Module):
             self.gemm = Gemm(one_by_one=True)
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(num_experts, out_features)) if bias else None
+        self.group: AxisGroup = ALONE
+        """Ranks with the other parts of each expert."""
         self.num_bias_shares = 1
         """Number of ranks that each add an equal share of the bias to a partial sum."""
         nn.init.normal_(self.weight, std=0.02)

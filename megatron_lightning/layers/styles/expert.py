@@ -105,6 +105,7 @@ class ExpertLinear:
                 layer.num_bias_shares = context.etp.size
             specs["bias"] = ShardSpec.split(shape, dim=0, **ep).crossed(inner)
         take_shards(layer, layer, specs)
+        layer.group = context.etp
         return layer
 
     def divide_adapters(

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from megatron_lightning.compat import GradientHooks
+from megatron_lightning.layers.linear.parallel_linear import LINEAR
 from megatron_lightning.layers.linear.replaceable import has_computed_weight, has_own_forward
 from megatron_lightning.layers.styles import ColumnParallel
 from megatron_lightning.models.plans.hf_rows import VOCABULARY, as_patterns, split_both_ends
@@ -104,7 +105,7 @@ class _Gathered:
         kind = type(module)
         if isinstance(module, nn.Linear):
             # Torch's attention reads the linear layers inside of it.
-            is_plain = not has_own_forward(module, (nn.Linear,)) and (
+            is_plain = not has_own_forward(module, LINEAR) and (
                 kind is nn.Linear or not kind.__module__.startswith("torch.")
             )
         elif isinstance(module, nn.Embedding):

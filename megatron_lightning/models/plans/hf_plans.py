@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.linear.parallel_linear import LINEAR
+from megatron_lightning.layers.linear.replaceable import has_own_forward
 from megatron_lightning.layers.styles import (
     ColumnParallel,
     CopyOutput,
@@ -234,7 +236,7 @@ class _Translation:
             return ShareInput()
         if entry.name == "embedding_rowwise" and isinstance(module, nn.Embedding):
             return VocabParallel(shard_sequence=False)
-        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        if not isinstance(module, nn.Linear) or has_own_forward(module, LINEAR):
             return None
         return self._linear_style(entry, module)
 

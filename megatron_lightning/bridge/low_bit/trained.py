@@ -1,0 +1,148 @@
+"""Folders of models that were trained with rounded weights: the values of the trained forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import torch
+
+from megatron_lightning.bridge.folder_model import Plan
+from megatron_lightning.bridge.folders.folder import FolderTensors
+from megatron_lightning.bridge.low_bit.export import QuantizedFolder, ServedLayers, served_layers
+from megatron_lightning.bridge.low_bit.reading import dequantized
+from megatron_lightning.bridge.low_bit.schemes import Recipe, Scheme
+from megatron_lightning.bridge.tensors.lazy import Fill, Lazy
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.precision.served.qat import QAT, Record
+from megatron_lightning.precision.served.selection import Served
+from megatron_lightning.precision.served.values import Fit, ServedFormat, ServedName
+
+
+class TrainedWeights(NamedTuple):
+    """The weights that the forward of a training rounded, by their names in the folder."""
+
+    qat: QAT
+    tensors: Mapping[str, Lazy]
+    """Not rounded, in the dtype in which the forward rounds."""
+
+    @classmethod
+    def of(cls, plan: Plan, fills: Mapping[str, Fill], record: Record) -> TrainedWeights:
+        """Return the weights of a model.
+
+        Args:
+            plan: Recipe from the model to its folder.
+            fills: Name in the model -> function that fills boxes of the parameter.
+            record: What the checkpoint says of the rounding.
+        """
+        names = {
+            name
+            for name, pieces in plan.pieces.items()
+            if pieces and all(_is_rounded(piece.parameter, record.served) for piece in pieces)
+        }
+        exact = plan.tensors(fills, record.dtype)
+        return cls(record.qat, {name: x for name, x in exact.items() if name in names})
+
+    def folder(
+        self,
+        like: FolderTensors,
+        tensors: Mapping[str, Lazy],
+        scheme: Scheme = "compressed-tensors",
+        *,
+        trust_remote_code: bool = False,
+    ) -> QuantizedFolder:
+        """Return the folder with the values of the trained forward.
+
+        Args:
+            like: Folder with the other files.
+            tensors: All tensors of the folder.
+            scheme: Names and settings of the quantized tensors.
+            trust_remote_code: Whether code in the folder may run.
+
+        Raises:
+            ConfigError: If the folder stacks matrices that were rounded one by one.
+        """
+        layers = served_layers(
+            like.files, tensors, self.tensors.keys(), trust_remote_code=trust_remote_code
+        )
+        return self._quantized(like, tensors, layers, scheme)
+
+    def values(
+        self, like: FolderTensors, tensors: Mapping[str, Lazy], device: torch.device | None = None
+    ) -> dict[str, Lazy]:
+        """Return all tensors of the folder with the values of the trained forward, in their dtypes.
+
+        Args:
+            like: Folder with the other files.
+            tensors: All tensors of the folder.
+            device: Device on which weights are read and rounded. None: the CPU.
+
+        Raises:
+            ConfigError: As :meth:`folder`.
+        """
+        paths = [name.removesuffix(".weight") for name in self.tensors]
+        folder = self._quantized(like, tensors, ServedLayers(paths, [], []), device=device)
+        values = dequantized(folder, folder.settings)
+        return {name: _in_dtype(values[name], x.dtype) for name, x in tensors.items()}
+
+    def _quantized(
+        self,
+        like: FolderTensors,
+        tensors: Mapping[str, Lazy],
+        layers: ServedLayers,
+        scheme: Scheme = "compressed-tensors",
+        device: torch.device | None = None,
+    ) -> QuantizedFolder:
+        stacked = [name for name, x in self.tensors.items() if x.ndim != 2]
+        if stacked:
+            raise ConfigError(
+                f"{stacked[0]} of shape {list(self.tensors[stacked[0]].shape)} was trained with "
+                f"{len(stacked)} such stacks rounded matrix by matrix, and the folder has no layer "
+                "for each matrix. Write it in bf16: --quantize none."
+            )
+        recipe = Recipe.of(self.qat.weights, self.qat.group_size, scheme)
+        return QuantizedFolder(like, {**tensors, **self.tensors}, recipe, layers, device)
+
+
+Asked = tuple[ServedName | Literal["none"] | None, int | None, Scheme, Fit]
+"""A user's options: format, group size, scheme and choice of scales."""
+
+
+def quantized_folder(
+    like: FolderTensors,
+    tensors: Mapping[str, Lazy],
+    trained: TrainedWeights | None,
+    asked: Asked,
+    *,
+    trusts: bool,
+) -> QuantizedFolder | None:
+    """Return a folder in few bits: as asked, or as the checkpoint was trained. None: not quantized.
+
+    Raises:
+        ConfigError: If an option does nothing, or would change the values of the trained forward.
+    """
+    name, group_size, scheme, fit = asked
+    own = None if trained is None else (trained.qat.weights, trained.qat.form.group_size)
+    if trained is not None and name != "none" and fit == "max":
+        wanted = own if name is None else (name, ServedFormat.of(name, group_size).group_size)
+        if wanted == own and (name is not None or group_size is None):
+            return trained.folder(like, tensors, scheme, trust_remote_code=trusts)
+    if name is None or name == "none":
+        if (group_size, scheme, fit) != (None, "compressed-tensors", "max"):
+            raise ConfigError(
+                "group_size, scheme and scales are settings of quantized weights, and quantize is "
+                f"{name}. Set quantize, or leave them out."
+            )
+        return None
+    recipe = Recipe.of(name, group_size, scheme, fit)
+    layers = served_layers(like.files, tensors, trust_remote_code=trusts)
+    return QuantizedFolder(like, tensors, recipe, layers)
+
+
+def _in_dtype(values: Lazy, dtype: torch.dtype) -> Lazy:
+    return Lazy(values.shape, dtype, values.fill)
+
+
+def _is_rounded(parameter: str, served: Served) -> bool:
+    path, _, name = parameter.rpartition(".")
+    return (name == "weight" and path in served.layers) or name in served.stacks.get(path, ())

@@ -1,0 +1,237 @@
+"""Quantization-aware training: the forward rounds weights as servers will hold them.
+
+What was applied to a model stands in its checkpoints under ``"qat"``, by the model's path in the
+LightningModule:
+
+    weights, group_size, modules     fields of :class:`QAT`
+    layers      paths of the rounded layers
+    stacks      path of a module of experts -> its rounded parameters
+    dtype       dtype in which values are rounded
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.layers.adapters.adaptable import adapt
+from megatron_lightning.layers.moe.experts import GroupedLinear
+from megatron_lightning.parallel.shards.patterns import compile_pattern, describe_unused
+from megatron_lightning.precision.served.gemm import ServedGemm, ServedStack
+from megatron_lightning.precision.served.selection import Served, served_in
+from megatron_lightning.precision.served.values import ServedFormat, ServedName, fused_with
+
+QAT_RECORD = "qat"
+"""Entry of a checkpoint's state."""
+_APPLIED = "_megatron_qat"
+_BF16 = "bf16"
+
+
+class Record(NamedTuple):
+    """The entry of a model."""
+
+    qat: QAT
+    served: Served
+    dtype: torch.dtype
+
+    def entry(self) -> dict[str, Any]:
+        """Return plain values."""
+        stacks = {path: list(names) for path, names in self.served.stacks.items()}
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {**asdict(self.qat), "layers": self.served.layers, "stacks": stacks, "dtype": dtype}
+
+
+@dataclass(frozen=True)
+class QAT:
+    """Rounded weights in the forward of a training, with gradients passed on.
+
+    Args:
+        weights: Format of the weights.
+        group_size: Values of a scale, with ``weights="int4"``: 128, 64 or 32.
+        modules: Pattern of layer paths in the model -> "bf16": layers that are not rounded.
+
+    Raises:
+        ConfigError: If the format is unknown, or ``modules`` names another value.
+    """
+
+    weights: ServedName = "nvfp4"
+    group_size: int | None = None
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        ServedFormat.of(self.weights, self.group_size)
+        for pattern, value in self.modules.items():
+            if value != _BF16:
+                raise ConfigError(
+                    f"modules of qat gives {pattern!r} the value {value!r}, and layers are in "
+                    f"{self.weights} or in bf16. Set it to bf16, or remove it."
+                )
+
+    @classmethod
+    def of(cls, value: QAT | Mapping[str, Any] | str | None) -> QAT | None:
+        """Return the options of a user's value: a format's name, or fields."""
+        if value is None or isinstance(value, QAT):
+            return value
+        return cls(weights=value) if isinstance(value, str) else cls(**value)  # type: ignore[arg-type]
+
+    @property
+    def form(self) -> ServedFormat:
+        """Format of the weights."""
+        return ServedFormat.of(self.weights, self.group_size)
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Round the weights of a full model's layers in its forward, in place. Return the model.
+
+        Args:
+            model: A model on any device, before a strategy divides it.
+
+        Raises:
+            ConfigError: If a pattern matches nothing, no layer is rounded, or a layer does not fit
+                the format.
+        """
+        served = self._chosen(model)
+        modules, form = dict(model.named_modules()), self.form
+        for path in served.layers:
+            layer: Any = modules[path]
+            _check_layer(path, layer, form)
+            parent, _, name = path.rpartition(".")
+            others = (f"{parent}.{n}" if parent else n for n in fused_with(name) if n != name)
+            fused = tuple(modules[other] for other in others if other in served.layers)
+            one_by_one = layer.gemm.one_by_one if isinstance(layer, GroupedLinear) else False
+            gemm = ServedGemm(form, path, (layer, *fused), one_by_one=one_by_one)
+            adapt(layer, gemm=gemm)
+        for path, names in served.stacks.items():
+            for name in names:
+                _check_columns(f"{path}.{name}", modules[path]._parameters[name], form)
+            ServedStack(form, path, names).attach(modules[path])
+        model.__dict__[_APPLIED] = Record(self, served, torch.float32)
+        return model
+
+    def _chosen(self, model: nn.Module) -> Served:
+        served = served_in(model)
+        unused = describe_unused(list(self.modules), [path for path, _ in model.named_modules()])
+        if unused:
+            raise ConfigError(
+                f"modules of qat has patterns that match no module of {type(model).__name__}: "
+                f"{'; '.join(unused)}. Correct or remove them."
+            )
+        patterns = [compile_pattern(pattern) for pattern in self.modules]
+        left = {
+            path
+            for path in (*served.layers, *served.stacks)
+            if any(pattern.fullmatch(path) for pattern in patterns)
+        }
+        layers = [path for path in served.layers if path not in left]
+        stacks = {path: names for path, names in served.stacks.items() if path not in left}
+        if not layers and not stacks:
+            raise ConfigError(
+                f"qat rounds no layer of {type(model).__name__}. Leave qat out, or remove rows of "
+                "its modules."
+            )
+        return Served(layers, stacks)
+
+
+def _check_layer(path: str, layer: Any, form: ServedFormat) -> None:
+    _check_columns(f"{path}.weight", layer.weight, form)
+    rows = tuple(getattr(layer, "fused_rows", ()))
+    size = form.block.rows
+    if size is not None and size > 1 and any(n % size for n in rows):
+        raise ConfigError(
+            f"qat rounds {path} to {form.name}, whose blocks have {size} rows, and the layer's "
+            f"matrices of {', '.join(map(str, rows))} rows lie between one another: their blocks "
+            "are not those of the separate matrices that servers load. Set qat to fp8_channel, or "
+            "train with HuggingFaceModule."
+        )
+
+
+def _check_columns(name: str, weight: Any, form: ServedFormat) -> None:
+    if reason := form.misfit(weight.shape[-1]):
+        raise ConfigError(f"qat rounds {name} of shape {list(weight.shape)}: {reason}.")
+
+
+def qat_of(module: nn.Module) -> dict[str, Record]:
+    """Return path -> record of the models in a module to which a QAT was applied."""
+    records: dict[str, Any] = {path: vars(m).get(_APPLIED) for path, m in module.named_modules()}
+    return {path: record for path, record in records.items() if record is not None}
+
+
+def write_qat(module: Any, checkpoint: dict[str, Any]) -> None:
+    """Describe the rounding of a LightningModule in its checkpoint, unless already described.
+
+    Args:
+        module: The LightningModule, of a Trainer.
+        checkpoint: Lightning's dict.
+    """
+    records = {} if QAT_RECORD in checkpoint else qat_of(module)
+    if records:
+        dtype = _gemm_dtype(module)
+        entries = {path: record._replace(dtype=dtype) for path, record in records.items()}
+        checkpoint[QAT_RECORD] = {path: record.entry() for path, record in entries.items()}
+
+
+def trained_qat(module: Any, model: nn.Module) -> Record | None:
+    """Return the record of a model in a LightningModule of a Trainer. None: it is not rounded."""
+    record = qat_of(model).get("")
+    return None if record is None else record._replace(dtype=_gemm_dtype(module))
+
+
+def _gemm_dtype(module: Any) -> torch.dtype:
+    """Return the dtype in which the layers of a LightningModule multiply."""
+    precision = str(module.trainer.precision)
+    if "bf16" in precision:
+        return torch.bfloat16
+    return torch.float16 if precision.startswith("16") else torch.float32
+
+
+def read_qat(state: Mapping[str, Any], where: str = "the checkpoint") -> dict[str, Record]:
+    """Return path -> record of a checkpoint's state.
+
+    Raises:
+        CheckpointError: If an entry is damaged.
+    """
+    try:
+        return {path: _record(entry) for path, entry in (state.get(QAT_RECORD) or {}).items()}
+    except (AttributeError, KeyError, TypeError, ConfigError) as error:
+        raise CheckpointError(f"{where}: what it says of qat is damaged ({error!r}).") from error
+
+
+def _record(entry: Mapping[str, Any]) -> Record:
+    qat = QAT(entry["weights"], entry["group_size"], dict(entry["modules"]))
+    stacks = {path: tuple(names) for path, names in entry["stacks"].items()}
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return Record(qat, Served(list(entry["layers"]), stacks), dtypes[entry["dtype"]])
+
+
+def check_resumed(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Check that a module rounds as the checkpoint's did. A checkpoint without rounding may go on
+    with one.
+
+    Raises:
+        ConfigError: If the module rounds otherwise, naming both.
+    """
+    own = {path: record.qat for path, record in qat_of(module).items()}
+    for path, record in read_qat(checkpoint).items():
+        if own.get(path) != record.qat:
+            found = own.get(path)
+            raise ConfigError(
+                f"the checkpoint was trained with {described(record.qat)}, and this module has "
+                f"{'no qat' if found is None else described(found)}: its forward would be another "
+                "one. Set the checkpoint's; to train on from its weights otherwise, export it "
+                "(megatron-lightning convert export --quantize none) and start from the folder."
+            )
+
+
+def described(qat: QAT) -> str:
+    """Return the settings for messages."""
+    parts = [f"qat={qat.weights}"]
+    if qat.group_size is not None:
+        parts.append(f"group_size={qat.group_size}")
+    if qat.modules:
+        parts.append(f"modules={dict(qat.modules)}")
+    return ", ".join(parts)

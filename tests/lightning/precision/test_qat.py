@@ -1,0 +1,172 @@
+"""Rounded weights in a training: the forward, its checkpoints, the folders of them, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader
+
+from megatron_lightning.bridge import AutoBridge, commands
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference import Engine
+from megatron_lightning.models import GPTModel
+from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
+from megatron_lightning.peft import LoRA
+from megatron_lightning.precision import QAT
+from megatron_lightning.precision.served.values import ServedFormat, encode, fused_with
+from tests.helpers.layouts import token_rows
+from tests.helpers.trainers import trainer
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:.*has weights in")
+
+VOCABULARY = 67
+LEFT = "**.layers.1.self_attn.o_proj"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mistral")
+    config = transformers.MistralConfig(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=VOCABULARY, initializer_range=0.1,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.mul_(10)
+            layer.mlp.up_proj.weight.mul_(10)
+    model.save_pretrained(path)
+    return path
+
+
+def _rows(count: int = 8) -> DataLoader[Any]:
+    return DataLoader(token_rows(count, 16, VOCABULARY), batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A checkpoint in bf16-mixed, and the loss of its validation."""
+    path = tmp_path_factory.mktemp("qat") / "run.ckpt"
+    qat = QAT("nvfp4", modules={LEFT: "bf16"})
+    module = HuggingFaceModule(str(source), qat=qat, learning_rate=1e-3)
+    run = trainer(max_steps=2, precision="bf16-mixed")
+    run.fit(module, _rows())
+    run.save_checkpoint(path)
+    # In fp32, of the weights as autocast casts them before they are rounded.
+    again = HuggingFaceModule(str(source), qat=qat)
+    again.configure_model()
+    again.load_state_dict(module.state_dict())
+    for name, weight in again.named_parameters():
+        if "proj" in name and "layers.1.self_attn.o_proj" not in name:
+            weight.data = weight.data.bfloat16().float()
+    (metrics,) = trainer().validate(again, _rows(), verbose=False)
+    return path, metrics["val_loss"]
+
+
+def _loss(model: Any) -> float:
+    losses = []
+    with torch.no_grad():
+        for batch in _rows():
+            logits = model(batch["tokens"]).logits
+            losses.append(F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()))
+    return float(torch.stack(losses).mean())
+
+
+def test_the_exported_folder_has_the_loss_of_the_trained_forward(
+    trained: tuple[Path, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, loss = trained
+    commands.export(str(checkpoint), str(tmp_path / "served"))
+    assert "13 layers in nvfp4" in capsys.readouterr().out
+    config = json.loads((tmp_path / "served" / "config.json").read_text())
+    left = "model.layers.1.self_attn.o_proj"
+    assert config["quantization_config"]["ignore"] == ["lm_head", left]
+    bridge = AutoBridge.from_hf_pretrained(tmp_path / "served")
+    assert _loss(bridge.to_model(dtype=torch.float32)) == pytest.approx(loss, rel=1e-5)
+    commands.export(str(checkpoint), str(tmp_path / "plain"), quantize="none")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    stored = load_file(tmp_path / "served" / "model.safetensors")
+    form = ServedFormat.of("nvfp4")
+    for name, values in bridge.folder.tensors.items():
+        path = name.removesuffix(".weight")
+        if f"{path}.weight_packed" not in stored:
+            continue
+        parent, _, own = path.rpartition(".")
+        names = [f"{parent}.{n}.weight" for n in fused_with(own)]
+        parts = [plain[n].bfloat16() for n in names if n in plain and left not in n]
+        amax = torch.stack([x for p in parts if (x := form.shared_amax(p)) is not None]).amax(0)
+        expected = encode(plain[name].bfloat16(), form, amax).values(form)
+        assert torch.equal(values.read().float(), expected), name
+
+
+def test_readers_of_the_checkpoint_compute_with_the_rounding(
+    trained: tuple[Path, float], tmp_path: Path
+) -> None:
+    checkpoint, loss = trained
+    commands.export(str(checkpoint), str(tmp_path / "served"))
+    prompt = torch.arange(5).tolist()
+    scores = [
+        Engine.load(str(path)).score([prompt], [prompt[1:]])
+        for path in (checkpoint, tmp_path / "served")
+    ]
+    assert scores[0] == scores[1]
+    rounded: Any = AutoBridge.from_checkpoint(checkpoint, rounds=True).to_model(dtype=torch.float32)
+    assert _loss(rounded) == pytest.approx(loss, rel=1e-5)
+
+
+def test_another_rounding_at_a_resume_is_refused(trained: tuple[Path, float], source: Path) -> None:
+    checkpoint, _ = trained
+    for qat, found in ((None, "no qat"), ("int8", "qat=int8")):
+        module = HuggingFaceModule(str(source), qat=qat)
+        with pytest.raises(ConfigError, match=f"trained with qat=nvfp4.*has {found}"):
+            trainer(max_steps=3).fit(module, _rows(), ckpt_path=str(checkpoint))
+    again = HuggingFaceModule.load_from_checkpoint(checkpoint)
+    assert again.qat == QAT("nvfp4", modules={LEFT: "bf16"})
+
+
+def test_gradients_are_those_of_the_rounded_layer_passed_on() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 48)))
+    layer: Any = model[0][0]
+    x, dy = torch.randn(3, 64, requires_grad=True), torch.randn(3, 48)
+    QAT("mxfp4").apply(model)
+    y = layer(x)
+    form = ServedFormat.of("mxfp4")
+    rounded = encode(layer.weight, form).values(form)
+    assert torch.equal(y, F.linear(x, rounded, layer.bias))
+    y.backward(dy)
+    assert torch.equal(layer.weight.grad, dy.t() @ x.detach())
+    assert torch.equal(x.grad, dy @ rounded)  # type: ignore[arg-type]
+    with torch.autocast("cpu", torch.bfloat16):
+        first = encode(layer.weight.bfloat16(), form).values(form).bfloat16()
+        expected = F.linear(x.bfloat16(), first, layer.bias.bfloat16())
+        assert torch.equal(layer(x), expected)
+
+
+def test_what_cannot_be_rounded_is_refused(source: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'nvfp5'.*Set one of nvfp4"):
+        HuggingFaceModule(str(source), qat="nvfp5")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="qat=nvfp4 is given beside peft"):
+        HuggingFaceModule(str(source), qat="nvfp4", peft=LoRA(r=2))
+    with pytest.raises(ConfigError, match=r"gives '\*\*.o_proj' the value 'int8'"):
+        QAT(modules={"**.o_proj": "int8"})
+    with pytest.raises(ConfigError, match=r"match no module of .*'\*\*.oo_proj'"):
+        HuggingFaceModule(str(source), qat=QAT(modules={"**.oo_proj": "bf16"})).configure_model()
+    with pytest.raises(ConfigError, match=r"rows of 64 values.*group_size 64"):
+        HuggingFaceModule(str(source), qat="int4").configure_model()
+    sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+    config = TransformerConfig(**sizes, max_sequence_length=16)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"linear_qkv.*lie between one another"):
+        QAT("fp8_block").apply(GPTModel(config))
+    assert GPTLightningModule(config, qat="fp8_channel").hparams["qat"]["weights"] == "fp8_channel"
