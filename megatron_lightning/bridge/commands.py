@@ -95,7 +95,11 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
     """
     torch_dtype = None if dtype is None else getattr(torch, dtype)
     if format == "torch_dist":
-        unused = {"like": like, "tokenizer": tokenizer, "quantize": quantize}
+        unused = {
+            "like": like, "tokenizer": tokenizer, "quantize": quantize, "group_size": group_size,
+            "scheme": None if scheme == "compressed-tensors" else scheme,
+            "scales": None if scales == "max" else scales,
+        }  # fmt: skip
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "family": family}
         _export_megatron(
             _megatron_state(checkpoint, model, revision, unused, options),
@@ -103,6 +107,7 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
             dtype=torch_dtype,
             overwrite=overwrite,
         )
+        return
     folder, tensors, trained = tensors_of_checkpoint(
         checkpoint,
         like=like,

@@ -30,7 +30,7 @@ from megatron_lightning.checkpoint.text_record import TextRecord
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.file_names import CONFIG
 from megatron_lightning.peft.record import read_records
-from megatron_lightning.precision.served.qat import read_qat
+from megatron_lightning.precision.served.qat import qat_of, read_qat
 
 
 class SavedTensors(NamedTuple):
@@ -192,9 +192,15 @@ def save_model(
 
     Raises:
         CheckpointError: If the target exists.
-        ConfigError: If the model did not come from a folder, or this rank holds only a part of the
-            model.
+        ConfigError: If the model did not come from a folder, was trained with ``qat``, or this rank
+            holds only a part of the model.
     """
+    if qat_of(model):
+        raise ConfigError(
+            "the model was trained with qat, and without a strategy the dtype in which its weights "
+            "are rounded is unknown. Write the folder from its checkpoint: megatron-lightning "
+            "convert export CHECKPOINT FOLDER (--quantize none: weights without rounding)."
+        )
     plan = plan_of_model(model)
     tensors = plan.tensors(fills_of_model(model, plan.parameters), dtype)
     write_folder(path, plan.folder, tensors, overwrite=overwrite)

@@ -44,7 +44,7 @@ class FrozenWeights:
     def before_load(self, state: ModuleState) -> None:
         """Record the module's values before a checkpoint replaces values."""
         if self._begun is None and self._made is None:
-            self._made = _sums(state, frozen_parameters(state.module))
+            self._made = _sums(state, frozen_parameters(state.module), exact=True)
 
     def begin(self, state: ModuleState) -> None:
         """Record the values at the begin of the run, unless recorded by an earlier call."""
@@ -54,7 +54,7 @@ class FrozenWeights:
             self._begun = {
                 name: _Hashes(value, exact[name])
                 for name, value in rounded.items()
-                if self._made is None or self._made.get(name) == value
+                if self._made is None or self._made.get(name) == exact[name]
             }
 
     def unchanged(self, state: ModuleState) -> dict[str, str]:

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import RopeScaling, TransformerConfig
 from megatron_lightning.errors import ConfigError
 
 _ACTIVATIONS: Mapping[str, Mapping[str, bool]] = {
@@ -24,6 +24,7 @@ _ONLY: Mapping[str, Any] = {
     "final_logit_softcapping": None, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
     "logits_scaling": 1.0, "mla": None, "mamba": None, "delta_net": None,
     "linear_attention_freq": None, "layer_pattern": None, "mtp_num_layers": None,
+    "rotary_interleaved": False,
 }  # fmt: skip
 """Values of a model whose export is proven against Megatron-Core."""
 _EMPTY_STATES = (
@@ -57,8 +58,8 @@ def check_exported(config: TransformerConfig) -> None:
     ]
     if config.activation not in _ACTIVATIONS:
         other.append(f"activation={config.activation!r}")
-    if config.rope_scaling is not None and config.rope_scaling.rope_type != "llama3":
-        other.append(f"rope_scaling={config.rope_scaling.rope_type!r}")
+    if config.rope_scaling is not None and not _is_of_megatron(config.rope_scaling):
+        other.append(f"rope_scaling={config.rope_scaling!r}")
     if config.moe is not None and config.moe.router_bias:
         other.append("moe.router_bias=True")
     if other:
@@ -68,6 +69,16 @@ def check_exported(config: TransformerConfig) -> None:
             f"{', '.join(_ACTIVATIONS)} or experts (Llama, Qwen2, Qwen3, Mixtral and Qwen-MoE). "
             "Write a Hugging Face folder, and import it by Megatron Bridge."
         )
+
+
+def _is_of_megatron(scaling: RopeScaling) -> bool:
+    """Return whether Megatron-Core has this scaling: Llama 3's, of which it has the factor alone as
+    an option.
+    """
+    fixed = RopeScaling(
+        rope_type="llama3", factor=scaling.factor, original_max_position_embeddings=8192
+    )
+    return scaling == fixed
 
 
 def megatron_args(

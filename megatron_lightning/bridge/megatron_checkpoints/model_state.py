@@ -26,6 +26,7 @@ from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.models.blueprint import model_weights, saved_tensors
 from megatron_lightning.parallel.shards.spec import Box, Shard
 from megatron_lightning.peft.record import read_records
+from megatron_lightning.precision.served.qat import read_qat
 
 _MODULE = "state_dict."
 _OPTIMIZER = "optimizer_states.0.state."
@@ -82,6 +83,11 @@ def state_of_checkpoint(
             "megatron-lightning adapters merge."
         )
     refuse_partial(state, path)
+    if read_qat(state, path):
+        raise ConfigError(
+            f"{path} was trained with qat, and Megatron's forward would not round. Write a folder "
+            "without rounding (convert export --quantize none), and export that folder."
+        )
     entry = kept_entry(state, model)
     config = gpt_config(source, None if entry is None else entry[1])
     place = model if model is not None or entry is None else entry[0]

@@ -8,6 +8,7 @@ and ``steps`` (of every id, null where nothing was sampled; the step is that of 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -136,6 +137,12 @@ class Generation:
                 file.write(json.dumps(asdict(row), separators=(",", ":")).encode() + b"\n")
 
     @cached_property
+    def digest(self) -> str:
+        """Name of the texts and rewards of all rows."""
+        rows = [(row.group, [*row.prompt_ids], [*row.ids], {**row.rewards}) for row in self.rows]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
+
+    @cached_property
     def groups(self) -> Tensor:
         """Group of every row [n]."""
         return torch.tensor([row.group for row in self.rows])
@@ -158,9 +165,11 @@ class Generation:
             weights: Factor of each reward. None: 1.
 
         Raises:
-            DataError: If a name has no reward.
+            DataError: If a name has no reward, or no row has one.
         """
         names = self.reward_names
+        if not names:
+            raise DataError("no row of the generation has rewards. Write {name: number or null}.")
         unknown = set(weights or ()) - set(names)
         if unknown:
             raise DataError(

@@ -11,6 +11,8 @@ import importlib
 import inspect
 import math
 import threading
+import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -83,7 +85,10 @@ class Rewards:
                     failures["timed_out"] += 1
                     return None
                 except Exception as error:
-                    failures[f"raised_{type(error).__name__}"] += 1
+                    kind = f"raised_{type(error).__name__}"
+                    if kind not in failures:
+                        warnings.warn(_failed(kind, error), stacklevel=2)
+                    failures[kind] += 1
                     return None
             if value is None or not math.isfinite(value):
                 failures["none"] += 1
@@ -98,6 +103,14 @@ class Rewards:
             dict(zip(names, values[start : start + count], strict=True))
             for start in range(0, len(values), count or 1)
         ], failures
+
+
+def _failed(kind: str, error: Exception) -> str:
+    trace = "".join(traceback.format_exception(error))
+    return (
+        "a reward has failed. Its answers stay without it, and are counted as "
+        f"reward_failures/{kind}:\n{trace}"
+    )
 
 
 async def _called(function: Callable[..., Any], answer: Answer) -> Any:

@@ -24,6 +24,9 @@ from megatron_lightning.data.rows.sources import read_rows, source_files
 from megatron_lightning.data.run_data import Batch, RunData
 from megatron_lightning.errors import ConfigError, DataError
 
+OVERLONG = "overlong"
+"""Name of the reward of ``overlong_buffer``."""
+
 
 class Places(Dataset[Tensor]):
     """Number of the generation and of the row [2] of every row in training, in order.
@@ -165,6 +168,31 @@ class RolloutData(RunData):
     def number_of(self, generation: int, epoch: int) -> int:
         """Return the number over all epochs of a generation of an epoch."""
         return epoch * len(self._sizes()) + generation
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rows of an epoch's generations, and how often they are trained."""
+        return {"sizes": list(self._sizes()), "num_iterations": self._num_iterations()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Check that a resumed fit is at the same place of the same generation.
+
+        Raises:
+            ConfigError: If its generations have other numbers of rows.
+        """
+        if self._stage() != "fit":
+            return
+        now = {"sizes": list(self._sizes()), "num_iterations": self._num_iterations()}
+        if now != state_dict:
+            then, here = (
+                f"{len(state['sizes'])} generations of {state['sizes'][0]} rows, trained "
+                f"{state['num_iterations']} times"
+                for state in (state_dict, now)
+            )
+            raise ConfigError(
+                f"an epoch of the checkpoint has {then}, and of this run {here}: the run would go "
+                "on within another generation. Set batch_size, accumulate_grad_batches and the "
+                "policy's options so that both are the same, or start from the weights alone."
+            )
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """Return the loader of places ``{"places": [b, 2]}``. A step asks for their rows.

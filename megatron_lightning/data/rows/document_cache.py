@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_lightning.data.chat.chat_encoding import Encoder
+from megatron_lightning.data.chat.chat_encoding import MISSING, Encoder
 from megatron_lightning.data.chat.documents import Documents
 from megatron_lightning.data.indexed.atomic_files import atomic_write
 from megatron_lightning.data.rows.row_report import warning_of
@@ -46,7 +46,11 @@ class DocumentCache:
         stamps = file_stamps(path) or [[path, self._version(path)]]
         folder = self._root() / _digest({"files": stamps, "split": split, **encoder.identity})
         if Documents.are_in(folder):
-            return Documents(folder), None
+            documents = Documents(folder)
+            if not documents.report.get(MISSING):
+                return documents, None
+            warning = warning_of(path, documents)  # images may be there by now
+            return documents, f"{warning} Remove {folder} to look for them again."
         rows = read_rows(path, split=self._split, subset=self._subset)
         documents = Documents.build(folder, encoder.documents(rows), encoder.counts)
         return documents, warning_of(path, documents)

@@ -62,9 +62,9 @@ def advantages(
         kind: See the module.
         scale: Whose deviation divides, for grpo.
     """
-    rewards = rewards.float()
+    rewards = rewards.double()  # the mean of equal rewards equals them, to 1e-13
     numbers = _numbered(groups)[1]
-    known = (~rewards.isnan()).float()
+    known = (~rewards.isnan()).double()
 
     def group_sum(values: Tensor) -> Tensor:
         sums = values.new_zeros(len(values)).index_add_(0, numbers, values.nan_to_num(0.0))
@@ -72,7 +72,7 @@ def advantages(
 
     count, total = group_sum(known), group_sum(rewards)
     if kind == "rloo":
-        return (rewards - (total - rewards) / (count - 1)).nan_to_num(0.0, 0.0, 0.0)
+        return (rewards - (total - rewards) / (count - 1)).nan_to_num(0.0, 0.0, 0.0).float()
     result = rewards - total / count
     if kind == "reinforce_pp":
         result = result / (deviation(result) + _SMALLEST)
@@ -80,7 +80,7 @@ def advantages(
         result = result / ((group_sum(result.square()) / (count - 1)).sqrt() + _SMALLEST)
     elif scale == "batch":
         result = result / (deviation(rewards) + _SMALLEST)
-    return result.nan_to_num(0.0, 0.0, 0.0)
+    return result.nan_to_num(0.0, 0.0, 0.0).float()
 
 
 def deviation(values: Tensor) -> Tensor:

@@ -14,9 +14,10 @@ from megatron_lightning.layers.shared_rows.places import changed
 
 _REACHES = (
     "sliding_window", "attention_chunk_size", "window_size", "keep_window_size", "local_attention",
-    "index_topk",
+    "index_topk", "floor_scale", "log_scaling_n_floor",
 )  # fmt: skip
-"""Attributes of modules and configurations: how many tokens a query sees."""
+"""Attributes of modules and configurations: how many tokens a query sees, or from which position on
+its scores are scaled."""
 _SMALLEST_REACH, _LONGEST_REACH = 7, 10
 _16_BITS = (torch.bfloat16, torch.float16)
 

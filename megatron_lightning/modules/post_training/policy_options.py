@@ -25,7 +25,8 @@ class PolicyOptions(PolicyLoss):
         advantage: ``grpo``, ``rloo`` or ``reinforce_pp``. See ``layers.losses.advantages``.
         scale_rewards: Whose deviation divides the advantages of grpo: ``group``, ``batch`` or
             ``none``. True: group. False: none.
-        mask_truncated_completions: Whether answers without an end token count in the weight alone.
+        mask_truncated_completions: Whether answers without an end token are not trained. They count
+            in the weight of losses by rows, and their tokens in no weight, as in TRL.
         top_entropy_quantile: Part of the tokens, those of the highest entropy, that are trained.
             The others count in the weight alone.
         num_iterations: Times that the rows of a generation are trained.

@@ -7,7 +7,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from megatron_lightning.data.rollouts.rollout_data import RolloutData
+from megatron_lightning.data.rollouts.rollout_data import OVERLONG, RolloutData
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.run_data import RunDataModule
 
 
@@ -51,11 +52,22 @@ class RolloutDataModule(RunDataModule, RolloutData):
             module: The module of the action.
 
         Raises:
-            ConfigError: If a reward cannot be imported.
+            ConfigError: If a reward cannot be imported, or a weight is of none.
             DataError: If a file is missing, or a row has no prompt.
         """
         self.use_model(module)
         if self.samples:
             _ = self.rewards, self.prompts
+            self._check_weights()
         else:
             self.file(0)
+
+    def _check_weights(self) -> None:
+        names = {*self.rewards.functions}
+        if self.options.overlong_buffer is not None:
+            names.add(OVERLONG)
+        if unknown := {*(self.reward_weights or ())} - names:
+            raise ConfigError(
+                f"reward_weights has {', '.join(sorted(unknown))}, and the rewards are "
+                f"{', '.join(sorted(names)) or 'none'}. Set it to weights of these."
+            )

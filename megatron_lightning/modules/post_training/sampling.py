@@ -17,6 +17,7 @@ import torch
 
 from megatron_lightning.data.rollouts.generation import Generation, Rollout
 from megatron_lightning.data.rollouts.prompts import Prompt
+from megatron_lightning.data.rollouts.rollout_data import OVERLONG
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine.text_model import Completion
 from megatron_lightning.inference.engine.uncached_loop import Sampling
@@ -25,7 +26,6 @@ from megatron_lightning.modules.post_training.policy_options import PolicyOption
 from megatron_lightning.modules.post_training.rollout_data import RolloutDataModule
 from megatron_lightning.parallel.grid.context import ParallelContext
 
-OVERLONG = "overlong"
 Group = list[Rollout]
 
 
@@ -190,7 +190,10 @@ class RolloutSampler:
         buffer = self._data.options.overlong_buffer
         if buffer is not None:
             excess = len(ids) - (self._policy.max_completion_length - buffer)
-            rewards = {**rewards, OVERLONG: -min(max(excess, 0) / buffer, 1.0)}
+            # Alone it says nothing: an answer that nobody has scored stays unscored.
+            is_scored = any(value is not None for value in rewards.values())
+            penalty = -min(max(excess, 0) / buffer, 1.0) if is_scored else None
+            rewards = {**rewards, OVERLONG: penalty}
         return Rollout(
             group=group,
             prompt_ids=list(prompt.ids),

@@ -117,15 +117,24 @@ class TrainedGeneration:
 
     def state(self) -> dict[str, Any]:
         """Return what a resume within the generation needs, as plain values and tensors."""
-        old = self.old_logprobs
-        return {"number": self.number, "step": self.step, "old_logprobs": old}
+        old, digest = self.old_logprobs, self.rows.digest
+        return {"number": self.number, "step": self.step, "old_logprobs": old, "digest": digest}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on after the updates before a checkpoint.
 
         Args:
             state: Of :meth:`state`.
+
+        Raises:
+            ConfigError: If the rows on disk are not those of the checkpoint.
         """
+        if state["digest"] != self.rows.digest:
+            raise ConfigError(
+                f"generation {self.number} on disk has other rows than when the checkpoint was "
+                "written: another run has written to the folder. Put its file back, or resume from "
+                "a checkpoint between generations."
+            )
         self.step = state["step"]
         old = state["old_logprobs"]
         self.old_logprobs = None if old is None else list(old)

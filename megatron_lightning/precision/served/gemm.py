@@ -31,6 +31,7 @@ class ServedGemm(Gemm):
         path: Path of the layer, for messages.
         layers: All layers that servers multiply as one matrix, with the gemm's first.
         one_by_one: See the base class.
+        rounded_as: Dtype of a weight before it is rounded. None: that of the GEMM.
     """
 
     differentiable = False  # the gradient of the rounding is passed on
@@ -42,8 +43,10 @@ class ServedGemm(Gemm):
         layers: tuple[nn.Module, ...],
         *,
         one_by_one: bool = False,
+        rounded_as: torch.dtype | None = None,
     ) -> None:
         super().__init__(one_by_one=one_by_one)
+        self.rounded_as = rounded_as
         self.form = form
         self.path = path
         self.layers = layers
@@ -54,7 +57,7 @@ class ServedGemm(Gemm):
     def value(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the rounded weight in ``dtype``. See the base class."""
         with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-            weight = weight.detach().to(dtype)
+            weight = weight.detach().to(self.rounded_as or dtype)
             amax = self._shared_amax(weight)
             return encode(weight, self.form, amax).values(self.form).to(dtype)
 

@@ -85,11 +85,13 @@ class QAT:
         """Format of the weights."""
         return ServedFormat.of(self.weights, self.group_size)
 
-    def apply(self, model: nn.Module) -> nn.Module:
+    def apply(self, model: nn.Module, *, rounded_as: torch.dtype | None = None) -> nn.Module:
         """Round the weights of a full model's layers in its forward, in place. Return the model.
 
         Args:
             model: A model on any device, before a strategy divides it.
+            rounded_as: Dtype of weights before they are rounded. None: that of the GEMM. Weights of
+                an untouched model's stacked experts are always cast to that of the GEMM.
 
         Raises:
             ConfigError: If a pattern matches nothing, no layer is rounded, or a layer does not fit
@@ -104,11 +106,14 @@ class QAT:
             others = (f"{parent}.{n}" if parent else n for n in fused_with(name) if n != name)
             fused = tuple(modules[other] for other in others if other in served.layers)
             one_by_one = layer.gemm.one_by_one if isinstance(layer, GroupedLinear) else False
-            gemm = ServedGemm(form, path, (layer, *fused), one_by_one=one_by_one)
+            layers = (layer, *fused)
+            gemm = ServedGemm(form, path, layers, one_by_one=one_by_one, rounded_as=rounded_as)
             adapt(layer, gemm=gemm)
         for path, names in served.stacks.items():
             for name in names:
-                _check_columns(f"{path}.{name}", modules[path]._parameters[name], form)
+                weight = modules[path]._parameters[name]
+                _check_columns(f"{path}.{name}", weight, form)
+                _check_halves(f"{path}.{name}", weight, form)
             ServedStack(form, path, names).attach(modules[path])
         model.__dict__[_APPLIED] = Record(self, served, torch.float32)
         return model
@@ -153,6 +158,16 @@ def _check_layer(path: str, layer: Any, form: ServedFormat) -> None:
 def _check_columns(name: str, weight: Any, form: ServedFormat) -> None:
     if reason := form.misfit(weight.shape[-1]):
         raise ConfigError(f"qat rounds {name} of shape {list(weight.shape)}: {reason}.")
+
+
+def _check_halves(name: str, weight: Any, form: ServedFormat) -> None:
+    """Check that no block holds rows of gate and of up, which servers load as two matrices."""
+    size, rows = form.block.rows, weight.shape[-2] // 2
+    if "gate_up" in name and size is not None and size > 1 and rows % size:
+        raise ConfigError(
+            f"qat rounds {name} to {form.name}, whose blocks have {size} rows, and gate and up "
+            f"have {rows:,} rows each: a block would hold rows of both. Set qat to fp8_channel."
+        )
 
 
 def qat_of(module: nn.Module) -> dict[str, Record]:

@@ -28,8 +28,8 @@ def convert_model(options: Options) -> dict[str, Any]:
         options.take("kv_channels")  # of no effect in latent attention
     groups = options.take("num_query_groups")
     options.leave("spec", "moe_layer_recompute")
-    if options.take("group_query_attention") and groups is not None:
-        values["num_query_groups"] = groups
+    if options.take("group_query_attention"):
+        values["num_query_groups"] = 1 if groups is None else groups
     without_bias = options.take("disable_bias_linear", default=False)
     values["disable_bias_linear"] = not without_bias
     if not without_bias:
@@ -62,7 +62,8 @@ def _positions(options: Options) -> dict[str, Any]:
     values: dict[str, Any] = {"position_embedding_type": "rope" if kind == "yarn" else kind}
     if kind == "none":
         values["position_embedding_type"] = "none"
-    scaling = _yarn(options) if kind == "yarn" else None
+    yarn = _yarn(options)  # of no effect with other rotary positions
+    scaling = yarn if kind == "yarn" else None
     if options.take("use_rope_scaling"):
         scaling = {
             "rope_type": "llama3",

@@ -22,6 +22,8 @@ class Sizes(NamedTuple):
     global_batch_size: int
     steps: int | None
     """Optimizer steps of the run. None: unknown, because the batch size changes."""
+    samples: int | None
+    """Samples of the run. None: the command counts in steps."""
 
     def steps_of(self, samples: float) -> int:
         """Return samples in steps."""
@@ -39,6 +41,11 @@ def read_sizes(options: Options) -> Sizes:
     if not isinstance(nodes, int):
         raise ConfigError(f"--nnodes {nodes} is no number. Write one in its place.")
     if not isinstance(devices, int):
+        if nodes > 1:
+            raise ConfigError(
+                f"--nnodes is {nodes}, and the command does not say how many ranks a node has. "
+                'Give the number: --extra "--nproc-per-node 8".'
+            )
         devices = min(replica, _RANKS_OF_NODE)
         nodes = -(-replica // devices)
     if nodes * devices % replica:
@@ -58,7 +65,7 @@ def read_sizes(options: Options) -> Sizes:
     is_constant = not {"rampup_batch_size", "step_batch_size_schedule"} & options.rest().keys()
     if steps is None and is_constant:
         steps = samples // batch
-    return Sizes(nodes, devices, batch, steps)
+    return Sizes(nodes, devices, batch, steps, samples)
 
 
 def convert_sizes(options: Options, sizes: Sizes) -> dict[str, Any]:
@@ -66,6 +73,8 @@ def convert_sizes(options: Options, sizes: Sizes) -> dict[str, Any]:
     steps, samples = options.take("train_iters"), options.take("train_samples")
     values: dict[str, Any] = {"nnodes": sizes.nodes, "nproc_per_node": sizes.devices}
     values["train_samples"] = samples or steps * sizes.global_batch_size
+    if sizes.steps is None:
+        options.leave("exit_interval")  # max_steps would end the decay, too
     last = options.take("exit_interval", sizes.steps)
     if sizes.steps is not None:
         values["train_iters"] = min(last, sizes.steps)

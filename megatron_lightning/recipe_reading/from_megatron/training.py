@@ -30,7 +30,8 @@ def convert_optimizer(options: Options, sizes: Sizes) -> dict[str, Any]:
         "adam_beta1": [options.take("adam_beta1"), options.take("adam_beta2")],
         "clip_grad": options.take("clip_grad") or None,
     }
-    rate, least = options.take("decoupled_lr"), options.take("decoupled_min_lr", 0.0)
+    rate = options.take("decoupled_lr")
+    least = options.take("decoupled_min_lr", options.look("min_lr"))
     if rate is not None:
         row = {"name": "embeddings", "params": list(_EMBEDDINGS), "lr": rate, "min_lr": least}
         values["decoupled_lr"] = [row, dict(_NO_DECAY)]
@@ -46,12 +47,13 @@ def _schedule(options: Options, sizes: Sizes) -> dict[str, Any]:
     if samples := options.take("lr_warmup_samples"):
         warmup = sizes.steps_of(samples)
     fraction = options.take("lr_warmup_fraction")
-    if fraction is not None and decay is not None:
-        warmup = round(fraction * decay)
+    if fraction is not None:
+        warmup = round(fraction * (sizes.steps_of(sizes.samples or 0) if decay is None else decay))
     tail, tail_samples = options.take("lr_wsd_decay_iters"), options.take("lr_wsd_decay_samples")
     tail_style = options.take("lr_wsd_decay_style", "exponential")
     if style in ("linear", "cosine", "constant"):
         if style == "constant":
+            options.take("min_lr")  # of no effect
             return {"lr_warmup_iters": warmup}
         decay = "max" if decay is None else decay
         return {"lr_warmup_iters": warmup, "lr_decay_iters": decay, "lr_decay_style": style}
@@ -90,6 +92,7 @@ def convert_precision(options: Options) -> dict[str, Any]:
         values["bf16"] = f"{half or 32}-true"
     finite = options.take("no_check_for_nan_in_loss_and_grad") or half == "16"
     options.take("check_for_nan_in_loss_and_grad")
+    options.take("rerun_mode")  # its check is the same
     if not finite:
         values["check_for_nan_in_loss_and_grad"] = "raise"
     modules = options.take("recompute_modules")
