@@ -29,6 +29,7 @@ from megatron_lightning.cards.subject import RecordedLogits, Subject, dropouts_o
 from megatron_lightning.cards.trainings import Curve, Job, run_job
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.inference import Sampling, load_engine
+from megatron_lightning.optional import require
 from megatron_lightning.peft.commands import export, merge
 
 _STEPS = 4
@@ -253,6 +254,7 @@ class Verification:
     def _merge(self) -> Finding:
         if find_spec("peft") is None:
             raise SkippedError("peft is not installed")
+        require("peft", "the item merge")
         from peft import PeftModel
 
         checkpoint, folder, merged = (self._work / n for n in ("adapters", "peft", "merged"))

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from megatron_lightning.bridge import commands
 from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.folders import export
+from megatron_lightning.bridge.tensors.inverse import assembled
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.modules import HuggingFaceModule
 from megatron_lightning.strategies import MegatronStrategy
@@ -95,7 +96,7 @@ def test_an_untrained_folder_comes_back_byte_by_byte(
     assert "logits differ by 0.0e+00" in capsys.readouterr().out
     folder, parameters, pieces = AutoBridge.from_hf_pretrained(folders[name]).plan()
     fills = {key: lazy.fill for key, lazy in parameters.items()}
-    made = commands.assembled(folder, pieces, fills)
+    made = assembled(folder, pieces, fills)
     export.write_folder(tmp_path / "out", folder, made)
     commands.compare(str(folders[name]), str(tmp_path / "out"))
     files = {file.name: file.read_bytes() for file in folders[name].iterdir()}
@@ -124,7 +125,7 @@ def test_tensors_that_a_class_ignores_are_carried(
     mask = {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4)}
     save_file(weights | mask, path / "model.safetensors", metadata={"format": "pt"})
     folder, parameters, pieces = AutoBridge.from_hf_pretrained(path).plan()
-    made = commands.assembled(folder, pieces, {k: lazy.fill for k, lazy in parameters.items()})
+    made = assembled(folder, pieces, {k: lazy.fill for k, lazy in parameters.items()})
     export.write_folder(tmp_path / "out", folder, made)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(found["transformer.h.0.attn.bias"], mask["transformer.h.0.attn.bias"])
@@ -136,7 +137,7 @@ def test_tensors_that_a_class_ignores_are_carried(
 def test_a_dtype_is_named_in_the_configuration(folders: dict[str, Path], tmp_path: Path) -> None:
     folder, parameters, pieces = AutoBridge.from_hf_pretrained(folders["llama"]).plan()
     fills = {key: lazy.fill for key, lazy in parameters.items()}
-    made = commands.assembled(folder, pieces, fills, torch.bfloat16)
+    made = assembled(folder, pieces, fills, torch.bfloat16)
     export.write_folder(tmp_path / "out", folder, made)
     loaded = model_class("llama").from_pretrained(tmp_path / "out", dtype="auto")
     expected = model_class("llama").from_pretrained(folders["llama"]).to(torch.bfloat16)
@@ -150,7 +151,7 @@ def test_an_export_that_is_killed_leaves_the_old_folder(
 ) -> None:
     target = tmp_path / "out"
     folder, parameters, pieces = AutoBridge.from_hf_pretrained(folders["llama"]).plan()
-    made = commands.assembled(folder, pieces, {k: lazy.fill for k, lazy in parameters.items()})
+    made = assembled(folder, pieces, {k: lazy.fill for k, lazy in parameters.items()})
     target.mkdir()
     (target / "old").write_text("old")
     with pytest.raises(CheckpointError, match="out exists"):

@@ -22,6 +22,7 @@ from megatron_lightning.optional import require
 
 _DROPPED = ("input_ids", "attention_mask", "labels")
 """Entries of a processor that the data make themselves."""
+_NEEDS = "images in chats"
 _NAMED_IN = ("processor_config.json", "preprocessor_config.json", TOKENIZER_CONFIG)
 _PROBE = (24, 24)
 """Height and width of blank images."""
@@ -265,6 +266,7 @@ def _kind(folder: Path, *, trusts: bool) -> Any:
     Raises:
         ConfigError: If the folder names none.
     """
+    require("transformers", _NEEDS)
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
@@ -285,6 +287,7 @@ def _kind(folder: Path, *, trusts: bool) -> Any:
 
 
 def _image_processor(folder: Path, options: Mapping[str, Any], *, trusts: bool) -> Any:
+    require("transformers", _NEEDS)
     from transformers import AutoImageProcessor
 
     load: Any = AutoImageProcessor.from_pretrained

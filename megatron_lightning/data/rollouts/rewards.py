@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import logging
 import math
 import threading
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_lightning.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 _AT_ONCE = 32
 Answer = tuple[Any, Any, Mapping[str, Any]]
@@ -74,6 +76,7 @@ class Rewards:
         self, answers: Sequence[Answer]
     ) -> tuple[list[dict[str, float | None]], Counter[str]]:
         failures: Counter[str] = Counter()
+        traces: dict[str, str] = {}
         limit = asyncio.Semaphore(_AT_ONCE)
 
         async def one(function: Callable[..., Any], answer: Answer) -> float | None:
@@ -86,9 +89,8 @@ class Rewards:
                     return None
                 except Exception as error:
                     kind = f"raised_{type(error).__name__}"
-                    if kind not in failures:
-                        warnings.warn(_failed(kind, error), stacklevel=2)
                     failures[kind] += 1
+                    traces.setdefault(kind, "".join(traceback.format_exception(error)))
                     return None
             if value is None or not math.isfinite(value):
                 failures["none"] += 1
@@ -98,19 +100,16 @@ class Rewards:
         names = list(self.functions)
         calls = [one(self.functions[name], answer) for answer in answers for name in names]
         values = await asyncio.gather(*calls)
+        for kind, trace in traces.items():
+            _log.warning(
+                "A reward has failed. Its answers stay without it, and are counted as "
+                "reward_failures/%s:\n%s", kind, trace,
+            )  # fmt: skip
         count = len(names)
         return [
             dict(zip(names, values[start : start + count], strict=True))
             for start in range(0, len(values), count or 1)
         ], failures
-
-
-def _failed(kind: str, error: Exception) -> str:
-    trace = "".join(traceback.format_exception(error))
-    return (
-        "a reward has failed. Its answers stay without it, and are counted as "
-        f"reward_failures/{kind}:\n{trace}"
-    )
 
 
 async def _called(function: Callable[..., Any], answer: Answer) -> Any:

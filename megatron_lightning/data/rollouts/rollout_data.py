@@ -181,7 +181,7 @@ class RolloutData(RunData):
         """
         if self._stage() != "fit":
             return
-        now = {"sizes": list(self._sizes()), "num_iterations": self._num_iterations()}
+        now: dict[str, Any] = self.state_dict()
         if now != state_dict:
             then, here = (
                 f"{len(state['sizes'])} generations of {state['sizes'][0]} rows, trained "

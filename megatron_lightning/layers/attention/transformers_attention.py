@@ -33,6 +33,7 @@ def looks_attention_up(module: nn.Module) -> bool:
 
 def without_masks(config: Any) -> None:
     """Have models of a configuration make no masks: visibility follows from positions."""
+    require("transformers", "an attention module of transformers")
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attend)

@@ -61,7 +61,13 @@ def convert_files(options: Options) -> dict[str, Any]:
         options.leave("load", *_WEIGHTS_ALONE)
     for name in _WEIGHTS_ALONE:
         options.take(name)
-    options.leave("pretrained_checkpoint")
+    options.leave(
+        "pretrained_checkpoint", "profile_step_start", "profile_step_end", "profile_ranks"
+    )
+    if "profile" not in options:
+        options.take("use_pytorch_profiler")  # of no effect alone
+    if options.look("timing_log_level") == 0:
+        options.take("timing_log_level")
     if loggers := _loggers(options):
         values["tensorboard_dir"] = loggers
     return values

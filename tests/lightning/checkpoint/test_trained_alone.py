@@ -179,3 +179,27 @@ def test_options_that_exclude_each_other() -> None:
         CheckpointOptions(trainable_only=True, also_save_hf="end")
     with pytest.raises(ConfigError, match="are both set"):
         CheckpointOptions(trainable_only=True, adapters_only=True)
+
+
+def test_a_weight_that_was_trained_before_it_was_frozen_is_saved(tmp_path: Path) -> None:
+    """By less than the precision of bf16."""
+
+    class Staged(pl.LightningModule):
+        def __init__(self, is_frozen: bool) -> None:
+            super().__init__()
+            torch.manual_seed(2)
+            self.norm, self.last = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.norm.requires_grad_(not is_frozen)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.last(self.norm(batch)).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD([x for x in self.parameters() if x.requires_grad], lr=1e-4)
+
+    first, second, data = tmp_path / "1.ckpt", tmp_path / "2.ckpt", DataLoader(ROWS, batch_size=8)
+    fit({}, Staged(False), data, steps=1).trainer.save_checkpoint(first)
+    module = Staged(True)
+    run = fit(dict(ONLY), module, data, steps=2, ckpt_path=str(first))
+    run.trainer.save_checkpoint(second)
+    assert {"norm.weight", "last.weight"} <= _stored(second)

@@ -159,6 +159,19 @@ def _at(options: str, path: str) -> Any:
         ("--lr-decay-style WSD --lr-wsd-decay-iters 3",
          "model.lr_schedule.wsd_decay_steps", 3),
         ("--seed 7", "data.seed", 7),
+        ("--group-query-attention", "model.config.num_query_groups", 1),
+        ("--multi-latent-attention --disable-bias-linear --rope-type rope",
+         "model.config.rope_scaling", ""),
+        ("--lr-decay-style constant --min-lr 1e-4", "model.min_learning_rate", ""),
+        ("--decoupled-lr 2e-3 --min-lr 1e-5", "model.param_groups", [
+            {"name": "embeddings", "params": ["**word_embeddings.weight", "**output_layer.weight"],
+             "lr": 2e-3, "min_lr": 1e-5},
+            {"name": "no_decay", "max_dims": 1, "wd_mult": 0.0},
+        ]),
+        ("--no-check-for-nan-in-loss-and-grad --rerun-mode disabled",
+         "trainer.strategy.non_finite", ""),
+        ("--timing-log-level 0", "trainer.callbacks", ""),
+        ("--profile-step-start 3", "trainer.callbacks", ""),
     ],
 )  # fmt: skip
 def test_values_are_written_as_they_are_here(options: str, path: str, expected: Any) -> None:
@@ -178,6 +191,7 @@ def test_what_has_no_counterpart_is_listed() -> None:
     ]
     for words, message in (
         (["--train-iters", "3"], "--vocab-size 32000"),
+        (["--train-iters", "3", "--nnodes", "4"], "how many ranks a node has"),
         (["--vocab-size", "3"], "neither --train-iters nor --train-samples"),
         (["--train-iters", "3", "--lr"], "--lr has no value"),
         (["--train-iters", "3", "--nproc-per-node", "3", "--tensor-model-parallel-size", "2"],

@@ -161,6 +161,12 @@ def test_a_resume_within_a_generation_takes_the_rows_on_disk(tmp_path: Path) -> 
     assert before.norms + after.norms == whole.norms
     assert len(_files(tmp_path, 1)) == 3
     assert not (tmp_path / "rollouts" / "version_2").exists()
+    with pytest.raises(ConfigError, match=r"3 generations of 32 rows.*within another generation"):
+        fit(str(tmp_path), {}, {"batch_size": 8}, start=saved, **options)
+    file = tmp_path / "rollouts" / "version_1" / "generation-000001.jsonl"
+    file.write_text("".join(reversed(file.read_text().splitlines(keepends=True))))
+    with pytest.raises(ConfigError, match="generation 1 on disk has other rows"):
+        fit(str(tmp_path), start=saved, **options)
 
 
 def test_rewards_that_fail_are_counted_and_the_fit_continues(tmp_path: Path) -> None:
@@ -184,6 +190,19 @@ def test_rewards_that_fail_are_counted_and_the_fit_continues(tmp_path: Path) -> 
     for row, mood in zip(file.rows, moods, strict=True):
         assert row.rewards["mood"] == (1.0 if mood == 3 else None)
         assert row.rewards["overlong"] == pytest.approx(-max(len(row.ids) - 4, 0) / 2)
+
+
+def test_an_answer_that_nobody_has_scored_has_no_length_either(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _prompts(tmp_path)
+    data = {"rewards": [f"{HERE}.moody"], "reward_timeout_s": 0.2, "overlong_buffer": 2}
+    found = fit(str(tmp_path), of_data=data, steps=1)
+    assert "reward_failures/raised_OSError" in caplog.text and "the service is away" in caplog.text
+    [file] = _files(tmp_path)
+    unscored = [row for row in file.rows if row.rewards["moody"] is None]
+    assert found.metrics[0]["unscored_rows"] == len(unscored) > 0
+    assert all(row.rewards["overlong"] is None for row in unscored)
 
 
 def test_groups_without_signal_are_replaced(tmp_path: Path) -> None:
@@ -220,6 +239,7 @@ def test_a_thread_that_hangs_does_not_hold_the_rewards() -> None:
         ({"prompts": None}, "both left out"),
         ({"rewards": None}, "rewards are not"),
         ({"rewards": ["nowhere.reward"]}, "'nowhere.reward' cannot be imported"),
+        ({"reward_weights": {"odd": 1.0}}, "reward_weights has odd, and the rewards are evens"),
         ({"num_generations": 1}, "Set it to 2 or more"),
         ({"batch_size": 10}, "num_generations=4 does not divide"),
         ({"batch_size": 64}, "there are 12 prompts, and a generation has 16"),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
 from megatron_lightning.peft import LoRA
 from megatron_lightning.precision import QAT
 from megatron_lightning.precision.served.values import ServedFormat, encode, fused_with
+from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.layouts import token_rows
 from tests.helpers.trainers import trainer
 
@@ -132,6 +134,8 @@ def test_another_rounding_at_a_resume_is_refused(trained: tuple[Path, float], so
         with pytest.raises(ConfigError, match=f"trained with qat=nvfp4.*has {found}"):
             trainer(max_steps=3).fit(module, _rows(), ckpt_path=str(checkpoint))
     again = HuggingFaceModule.load_from_checkpoint(checkpoint)
+    with pytest.raises(ConfigError, match="trained with qat, and without a strategy"):
+        again.save_hf_pretrained(checkpoint.parent / "unrounded")
     assert again.qat == QAT("nvfp4", modules={LEFT: "bf16"})
 
 
@@ -152,6 +156,44 @@ def test_gradients_are_those_of_the_rounded_layer_passed_on() -> None:
         first = encode(layer.weight.bfloat16(), form).values(form).bfloat16()
         expected = F.linear(x.bfloat16(), first, layer.bias.bfloat16())
         assert torch.equal(layer(x), expected)
+
+
+class Own(pl.LightningModule):
+    """A user's module, with a rounded model or without."""
+
+    def __init__(self, qat: str | None) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Sequential(nn.Linear(64, 64)))
+        if qat is not None:
+            QAT(qat).apply(self.model)  # type: ignore[arg-type]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return a loss."""
+        return self.model(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD."""
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_users_own_module_resumes_with_its_rounding(tmp_path: Path) -> None:
+    data, path = DataLoader(torch.randn(8, 64), batch_size=4), str(tmp_path / "own.ckpt")
+    run = trainer(MegatronStrategy(), max_steps=1)
+    run.fit(Own("mxfp4"), data)
+    run.save_checkpoint(path)
+    with pytest.raises(ConfigError, match=r"trained with qat=mxfp4.*has no qat"):
+        trainer(MegatronStrategy(), max_steps=2).fit(Own(None), data, ckpt_path=path)
+
+
+def test_an_engine_rounds_what_training_rounded() -> None:
+    """Weights in the recorded dtype, whatever the engine computes in."""
+    torch.manual_seed(0)
+    model, form = nn.Sequential(nn.Sequential(nn.Linear(64, 48))), ServedFormat.of("int4", 32)
+    x, weight = torch.randn(3, 64), model[0][0].weight.detach()
+    QAT("int4", 32).apply(model, rounded_as=torch.bfloat16)
+    recorded = encode(weight.bfloat16(), form).values(form).float()
+    assert torch.equal(model(x), F.linear(x, recorded, model[0][0].bias))
+    assert not torch.equal(recorded, encode(weight, form).values(form))
 
 
 def test_what_cannot_be_rounded_is_refused(source: Path) -> None:

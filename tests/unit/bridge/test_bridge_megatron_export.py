@@ -18,8 +18,10 @@ import transformers
 
 from megatron_lightning.bridge.commands import export, import_
 from megatron_lightning.bridge.megatron_checkpoints import export_megatron
+from megatron_lightning.bridge.megatron_checkpoints.megatron_args import check_exported
 from megatron_lightning.bridge.megatron_checkpoints.torch_dist import MegatronFolder
 from megatron_lightning.checkpoint import open_checkpoint
+from megatron_lightning.config import RopeScaling, TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
 from megatron_lightning.parallel.shards.spec import Shard
@@ -193,6 +195,17 @@ def test_what_megatron_does_not_have_is_refused(folder: Path, tmp_path: Path) ->
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "latent")
     with pytest.raises(ConfigError, match=r"the model has mla=.*Megatron Bridge"):
         export(str(tmp_path / "latent"), out, format="torch_dist")
+    sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4}
+    for options, message in (
+        ({"rotary_interleaved": True}, "rotary_interleaved=True"),
+        ({"rope_scaling": RopeScaling(
+            rope_type="llama3", factor=8.0, original_max_position_embeddings=4096,
+        )}, "rope_scaling=RopeScaling"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            check_exported(TransformerConfig(**sizes, vocab_size=64, **options))
+    with pytest.raises(ConfigError, match="Leave scales out"):
+        export(str(folder / "dense"), out, scales="mse", format="torch_dist")
     with pytest.raises(ConfigError, match="Leave like out"):
         export(str(folder / "dense"), out, like="x", format="torch_dist")
     with pytest.raises(ConfigError, match="is a checkpoint of Megatron already"):

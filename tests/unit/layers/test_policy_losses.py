@@ -258,6 +258,13 @@ def test_advantages_by_hand() -> None:
     assert without_signal(REWARDS, GROUPS).item() == pytest.approx(3 / 5)
 
 
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "reinforce_pp"])
+def test_equal_rewards_have_no_advantage(kind: Any) -> None:
+    """Their mean in fp32 is another number, which a deviation of almost 0 would magnify."""
+    own = advantages(torch.full((7,), 1000.1), torch.zeros(7, dtype=torch.int64), kind=kind)
+    assert own.abs().max() < 1e-6
+
+
 def test_names_of_advantages() -> None:
     assert check_advantage("rloo", True) == ("rloo", "group")
     assert check_advantage("grpo", False) == ("grpo", "none")
