@@ -152,7 +152,7 @@ class RopeScaling:
         if self.rope_type != "linear" and length is None:
             raise ConfigError(
                 f"rope_scaling.rope_type is {self.rope_type}, and original_max_position_embeddings "
-                "is not set, which frequencies are kept or divided by. Set it to the longest "
+                "is not set, the length from which frequencies are scaled. Set it to the longest "
                 "sequence of the pretraining."
             )
         if self.rope_type == "linear" and length is not None:

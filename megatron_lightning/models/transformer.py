@@ -214,8 +214,8 @@ class GPTModel(nn.Module):
         if isinstance(routes, Tensor):
             num_layers = self.config.num_expert_layers
             routes = GivenRoutes.of(routes, tokens, self.config.moe, num_layers)
-        if lengths is None and self.config.longest_short_document is not None:
-            lengths = document_lengths(tokens, position_ids, documents, padding, cache)
+        if lengths is None:
+            lengths = self._lengths(tokens, position_ids, documents, padding, cache)
         # One object takes positions, documents, cache, routes and padding to every layer, since a
         # layer's call has room for nothing else under a pipeline.
         sequence = SequenceInfo(
@@ -233,6 +233,19 @@ class GPTModel(nn.Module):
         output, losses = self._outputs(hidden, labels, ahead)
         out: Tensor = self.mtp.loss(output, losses, ahead)
         return out
+
+    def _lengths(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None,
+        documents: Documents | None = None,
+        padding: Tensor | None = None,
+        cache: CacheStep | None = None,
+    ) -> Tensor | None:
+        """Return the lengths of the tokens' documents if rotary frequencies depend on them."""
+        if self.config.longest_short_document is None:
+            return None
+        return document_lengths(tokens, position_ids, documents, padding, cache)
 
     def _outputs(
         self, hidden: Tensor, labels: Tensor | None, ahead: Tensor | None
@@ -318,7 +331,7 @@ class GPTModel(nn.Module):
         ahead = self._embedded_positions(tokens, position_ids)
         if ahead is not None:
             ahead = (ahead + depth).clamp(max=self.config.max_sequence_length - 1)
-        lengths = document_lengths(tokens, position_ids, None, None, cache)
+        lengths = self._lengths(tokens, position_ids, cache=cache)
         sequence = SequenceInfo(position_ids, lengths, cache=cache)
         layers: Any = self.mtp.layers if self.mtp is not None else {}
         hidden = layers[str(depth - 1)](hidden, tokens, ahead, sequence)

@@ -78,6 +78,20 @@ def _llama4() -> nn.Module:
     return transformers.Llama4ForCausalLM(config)
 
 
+def _llama4_scaled() -> nn.Module:
+    """Queries of layers without rotation are scaled by their position, beyond a probed row."""
+    config = transformers.Llama4TextConfig(
+        **SIZES,
+        intermediate_size_mlp=48,
+        moe_layers=[],
+        attention_chunk_size=4096,
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+        floor_scale=LENGTH // 2 - 4,
+    )
+    return transformers.Llama4ForCausalLM(config)
+
+
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "gpt_oss": (_gpt_oss, ["ring", "ring"]),
     "gemma": (_gemma, ["ring", "ring"]),
@@ -151,6 +165,20 @@ def test_losses_and_gradients_are_those_of_one_process(size: int) -> None:
         for name, (kinds, difference) in results.items():
             assert kinds == MODELS[name][1], name
             assert difference < 3e-6, name
+
+
+def _find_scaled() -> str:
+    try:
+        _shared(_made(_llama4_scaled))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_queries_scaled_by_their_position_are_refused_and_never_wrong() -> None:
+    """A rank counts positions of its part, which a short row would hide."""
+    for message in run_ranks(2, _find_scaled):
+        assert "Llama4ForCausalLM does not give on ranks that share rows" in message
 
 
 _SEQUENCE_INFO = ring.SequenceInfo

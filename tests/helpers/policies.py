@@ -89,7 +89,14 @@ def train_policy(
     record = Losses()
     explicit = {"pipeline_options": PipelineOptions(explicit_steps=True)}
     strategy: Any = "auto" if options is None else MegatronStrategy(**{**explicit, **options})
-    fit = trainer(strategy, max_steps=STEPS, callbacks=[record], accumulate_grad_batches=runs)
+    fit = trainer(
+        strategy,
+        max_steps=STEPS,
+        callbacks=[record],
+        accumulate_grad_batches=runs,
+        # The powers of vespo amplify the last digits of fp32.
+        precision="64-true" if case == "vespo" else "32-true",
+    )
     rows: Any = ROWS
     loader = DataLoader(rows, batch_size=BATCH // data // runs)
     fit.fit(make_policy(case, kind, folder), loader)

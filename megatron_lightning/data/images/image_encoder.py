@@ -105,7 +105,7 @@ class ImageEncoder:
         Raises:
             DataError: If the row has an image, or a place for one.
         """
-        column, _ = image_column(fields)
+        column, _ = image_column(where, fields)
         if column:
             raise DataError(
                 f"{where}: the row has {column} beside text that no template renders; write the "

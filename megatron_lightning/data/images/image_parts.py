@@ -48,7 +48,7 @@ class RowImages:
         self._where = where
         self.sources: list[ImageSource] = []
         """Images with a place so far."""
-        self._column, values = image_column(fields)
+        self._column, values = image_column(where, fields)
         self._left = deque(values)
 
     def placed(self, index: int, content: str) -> str:
@@ -86,13 +86,22 @@ class RowImages:
         self.sources.append(_source(where, value))
 
 
-def image_column(fields: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """Return the name and the images of the row's column of images. Empty: there is none."""
-    for name in _COLUMNS:
-        value = fields.get(name)
-        if value is not None and value not in ("", []):
-            return name, list(value) if isinstance(value, list | tuple) else [value]
-    return "", []
+def image_column(where: str, fields: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """Return the name and the images of the row's column of images. Empty: there is none.
+
+    Raises:
+        DataError: If several columns have images.
+    """
+    found = [name for name in _COLUMNS if fields.get(name) not in (None, "", [])]
+    if len(found) > 1:
+        raise DataError(
+            f"{where} has images in the columns {' and '.join(found)}, and their order is unknown; "
+            "put them into one list, images"
+        )
+    if not found:
+        return "", []
+    value = fields[found[0]]
+    return found[0], list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _source(where: str, value: Any) -> ImageSource:

@@ -260,6 +260,16 @@ class RolloutData(RunData):
             number += 1
         return str(root / f"version_{number}")
 
+    def new_folder(self) -> str:
+        """Return the folder that this run writes to, and make it, so that no other run takes it."""
+        while True:
+            folder = Path(self.free_folder())
+            try:
+                folder.mkdir(parents=True, exist_ok=self.options.folder is not None)
+            except FileExistsError:
+                continue  # another run was faster
+            return str(folder)
+
     def _root(self) -> Path:
         return Path()
 

@@ -185,7 +185,8 @@ class PolicyModule(ReferencedModule):
         sampler = None
         if data.samples:
             if data.run_folder is None:
-                data.run_folder = self._resumed.get("folder") or self._shared(data.free_folder())
+                own = self._resumed.get("folder")
+                data.run_folder = own or self._shared(data.new_folder)
             if not is_resumed:
                 longest = most_positions(self._trained)
                 sampler = RolloutSampler(self.trainer, data, self.policy, self._trained, longest)
@@ -205,11 +206,10 @@ class PolicyModule(ReferencedModule):
         self._resumed = {}
         return generation
 
-    def _shared(self, folder: str) -> str:
-        """Return the first rank's folder, which may exist on others by now."""
-        return (
-            folder if self.context is None else self.context.axis("world").broadcast_object(folder)
-        )
+    def _shared(self, make: Callable[[], str]) -> str:
+        """Return what ``make`` returns on the first rank, which alone calls it."""
+        made = make() if self.trainer.is_global_zero else ""
+        return made if self.context is None else self.context.axis("world").broadcast_object(made)
 
     def _old_scores(self, generation: TrainedGeneration) -> list[Tensor] | None:
         """Return the log-probabilities of all rows, if several updates share the generation."""

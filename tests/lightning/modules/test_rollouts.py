@@ -192,6 +192,16 @@ def test_rewards_that_fail_are_counted_and_the_fit_continues(tmp_path: Path) -> 
         assert row.rewards["overlong"] == pytest.approx(-max(len(row.ids) - 4, 0) / 2)
 
 
+def test_runs_that_begin_together_write_to_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = RolloutDataModule(replay=str(tmp_path), batch_size=4)
+    monkeypatch.setattr(data, "_root", lambda: tmp_path)
+    free = iter([str(tmp_path / "v0"), str(tmp_path / "v0"), str(tmp_path / "v1")])
+    monkeypatch.setattr(data, "free_folder", lambda: next(free))
+    assert [data.new_folder(), data.new_folder()] == [str(tmp_path / "v0"), str(tmp_path / "v1")]
+
+
 def test_an_answer_that_nobody_has_scored_has_no_length_either(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
