@@ -83,6 +83,8 @@ class Plan:
     beside: str | None = "one"
     """The curve that it is compared with. None: it is such a curve."""
     precision: str = "32-true"
+    experts: int = 0
+    """Experts of a layer, each half as wide as the dense layer; two see a token. 0: Llama."""
     rounding: float = 0.0
     """Relative size of random changes of the first weights."""
     then: str | None = None
@@ -108,6 +110,10 @@ PLANS: Mapping[str, Plan] = MappingProxyType({
                      precision="bf16-mixed"),
     "tp2-sp-bf16": Plan("tensor parallelism, bf16-mixed", 2, {TP: 2}, beside="one-bf16",
                         precision="bf16-mixed"),
+    "one-experts": Plan("plain Lightning, one process, Mixtral's experts", beside=None, experts=4),
+    "ep2": Plan("two data-parallel ranks share the experts", 2,
+                {"data_parallel": "zero1", "expert_model_parallel_size": 2},
+                beside="one-experts", experts=4),
 })  # fmt: skip
 """Name -> curve, the most telling first."""
 
@@ -129,19 +135,27 @@ def token_rows(contract: Contract) -> Tensor:
     return tokens
 
 
-def make_folder(contract: Contract, path: Path) -> None:
-    """Write the Llama that every curve begins with."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make_folder(contract: Contract, path: Path, experts: int = 0) -> None:
+    """Write the Llama, or the Mixtral, that curves begin with."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
     torch.manual_seed(contract.seed)
-    config = LlamaConfig(
-        vocab_size=contract.vocab_size, hidden_size=contract.hidden_size,
-        intermediate_size=contract.ffn_hidden_size, num_hidden_layers=contract.num_layers,
-        num_attention_heads=contract.num_heads, num_key_value_heads=contract.num_heads,
-        max_position_embeddings=2 * contract.length, attention_dropout=contract.dropout,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
+    sizes: dict[str, Any] = {
+        "vocab_size": contract.vocab_size, "hidden_size": contract.hidden_size,
+        "num_hidden_layers": contract.num_layers, "num_attention_heads": contract.num_heads,
+        "num_key_value_heads": contract.num_heads, "attention_dropout": contract.dropout,
+        "max_position_embeddings": 2 * contract.length, "tie_word_embeddings": False,
+        "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    config = (
+        MixtralConfig(
+            **sizes, intermediate_size=contract.ffn_hidden_size // 2, num_local_experts=experts,
+            num_experts_per_tok=2, router_aux_loss_coef=0.0, sliding_window=None,
+        )
+        if experts
+        else LlamaConfig(**sizes, intermediate_size=contract.ffn_hidden_size)
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(path)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
 class _Module(GPTLightningModule):
@@ -247,7 +261,7 @@ def measure(name: str, contract: Contract) -> dict[str, Any]:
     plan, header = PLANS[name], machine.describe(f"python -m benchmarks.curves {name}")
     with tempfile.TemporaryDirectory() as work:
         folder, checkpoint = f"{work}/llama", f"{work}/middle"
-        make_folder(contract, Path(folder))
+        make_folder(contract, Path(folder), plan.experts)
         parts: list[list[tuple[list[float], float]]] = []
         if name == "transformers":
             parts.append(run(1, train_with_transformers, contract, folder, limit_s=_LIMIT_S))

@@ -20,7 +20,7 @@ WINDOW = 50
 _DIGITS = 1e-5
 _COLORS = (
     "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f",
-    "#bcbd22", "#17becf", "#393b79", "#637939",
+    "#bcbd22", "#17becf", "#393b79", "#637939", "#8c6d31", "#843c39",
 )  # fmt: skip
 _WIDTH, _HEIGHT, _LEFT, _GAP = 900, 260, 60, 40
 
