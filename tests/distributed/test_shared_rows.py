@@ -79,7 +79,9 @@ def _llama4() -> nn.Module:
 
 
 def _llama4_scaled() -> nn.Module:
-    """Queries of layers without rotation are scaled by their position, beyond a probed row."""
+    """Queries of layers without rotation are scaled by their position, of which a rank counts
+    those of its part.
+    """
     config = transformers.Llama4TextConfig(
         **SIZES,
         intermediate_size_mlp=48,
@@ -99,6 +101,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "nemotron": (_nemotron, ["exchange", "ring"]),
     "mamba": (_mamba, ["exchange", "exchange"]),
     "llama4": (_llama4, ["rows", "ring"]),
+    "llama4_scaled": (_llama4_scaled, ["rows", "gather"]),
 }
 
 
@@ -167,18 +170,43 @@ def test_losses_and_gradients_are_those_of_one_process(size: int) -> None:
             assert difference < 3e-6, name
 
 
-def _find_scaled() -> str:
-    try:
-        _shared(_made(_llama4_scaled))
-    except ConfigError as error:
-        return str(error)
-    return ""
+def _looking_back() -> nn.Module:
+    sizes = SIZES | {"num_hidden_layers": 1}
+    model: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+    config: Any = model.config
+    for name in ("sliding_window", "max_window_layers"):
+        vars(config).pop(name, None)
+    own = type(model.model)
+
+    class Base(own):  # type: ignore[misc,valid-type]
+        """Makes its own masks."""
+
+        def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+            at = torch.arange(input_ids.shape[1])
+            distance = at[:, None] - at
+            mask = ((distance >= 0) & (distance < 60))[None, None]
+            kwargs["attention_mask"] = {"full_attention": mask}
+            return super().forward(input_ids=input_ids, **kwargs)
+
+    model.model.__class__ = Base
+    return model
 
 
-def test_queries_scaled_by_their_position_are_refused_and_never_wrong() -> None:
-    """A rank counts positions of its part, which a short row would hide."""
-    for message in run_ranks(2, _find_scaled):
-        assert "Llama4ForCausalLM does not give on ranks that share rows" in message
+def _long_rows() -> str:
+    """Return the error of rows longer than a window that no probe has seen."""
+    shared = _shared(model := _made(_looking_back))
+    assert list(shared.kinds.values()) == ["ring"]
+    rows = torch.zeros(1, 64, dtype=torch.long)
+    with shared.rows_of(48):
+        model(input_ids=rows[:, :24])
+    with shared.rows_of(64), pytest.raises(ConfigError) as refusal:
+        model(input_ids=rows[:, :32])
+    return str(refusal.value)
+
+
+def test_a_window_of_an_unknown_name_is_found_in_its_mask() -> None:
+    for message in run_ranks(2, _long_rows):
+        assert "hides the first of 64 tokens from the last one" in message
 
 
 _SEQUENCE_INFO = ring.SequenceInfo

@@ -14,6 +14,7 @@ from megatron_lightning.layers.shared_rows.places import changed
 
 _REACHES = (
     "sliding_window", "attention_chunk_size", "window_size", "keep_window_size", "local_attention",
+    "attention_window_size", "sliding_window_size", "local_attention_window_len",
     "index_topk", "floor_scale", "log_scaling_n_floor",
 )  # fmt: skip
 """Attributes of modules and configurations: how many tokens a query sees, or from which position on
@@ -42,6 +43,12 @@ def small_windows(model: nn.Module) -> Iterator[None]:
             undo.callback(vars(owner).__setitem__, name, size)
             vars(owner)[name] = _SMALLEST_REACH + sizes.index(size)
         yield
+
+
+def has_reach(module: nn.Module) -> bool:
+    """Return whether a module, or its configuration, has a window that probes know."""
+    owners = (*module.modules(), *_configurations(module))
+    return any(type(vars(owner).get(name)) is int for owner in owners for name in _REACHES)
 
 
 def _configurations(model: nn.Module) -> Iterator[Any]:

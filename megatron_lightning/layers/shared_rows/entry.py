@@ -28,7 +28,6 @@ from megatron_lightning.layers.shared_rows.conditions import (
 )
 from megatron_lightning.layers.shared_rows.kinds import check_patterns, kinds_for
 from megatron_lightning.layers.shared_rows.mixers import SharedMixer, SharingRanks, full_rows
-from megatron_lightning.layers.shared_rows.other_names import bind_names
 from megatron_lightning.layers.shared_rows.places import changed, tensors
 from megatron_lightning.layers.shared_rows.probe import Block, Findings, Probe
 from megatron_lightning.layers.shared_rows.probed_call import (
@@ -38,7 +37,6 @@ from megatron_lightning.layers.shared_rows.probed_call import (
     without_cache,
 )
 from megatron_lightning.layers.shared_rows.ring import RingMixer, leave_masks_out
-from megatron_lightning.layers.wrapped_methods import wrap
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.grid.context import AxisGroup
 
@@ -231,9 +229,7 @@ class SharedRows:
             module = model.get_submodule(block.path)
             module.register_forward_pre_hook(_Divide(self, block), with_kwargs=True)
         for path, way in findings.mixers.items():
-            module = model.get_submodule(path)
-            bind_names(module, way.other_names(module))
-            wrap(module, "forward", way)
+            way.bind(model.get_submodule(path))
             self.kinds[path] = way.kind
         rings = {path for path, way in findings.mixers.items() if isinstance(way, RingMixer)}
         self._keeps_masks = not leave_masks_out(model, rings)

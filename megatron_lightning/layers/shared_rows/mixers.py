@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_lightning.layers.context.backends import ContextBackend
-from megatron_lightning.layers.shared_rows.other_names import bound_names
+from megatron_lightning.layers.shared_rows.other_names import bind_names, bound_names
 from megatron_lightning.layers.shared_rows.places import Places, changed, tensors
+from megatron_lightning.layers.wrapped_methods import wrap
 from megatron_lightning.parallel.collectives import gather_sequence
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart, join
@@ -59,6 +60,8 @@ class SharingRanks:
     """Attention over the ranks. None: no ring."""
     documents: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     """Positions of full rows -> their documents."""
+    masks: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    """Masks that a ring leaves out -> whether the last token sees the first one."""
 
     @property
     def part(self) -> SequencePart:
@@ -90,6 +93,11 @@ class SharedMixer(ABC):
     def other_names(self, module: nn.Module) -> Mapping[str, Any]:
         """Return what the module's code finds under some of its global names."""
         return {}
+
+    def bind(self, module: nn.Module) -> None:
+        """Have the module's calls get and return the rank's part."""
+        bind_names(module, self.other_names(module))
+        wrap(module, "forward", self)
 
     def bound(self, module: nn.Module) -> AbstractContextManager[None]:
         """Give the module its other names, until the end of the context."""

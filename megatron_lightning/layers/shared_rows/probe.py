@@ -241,8 +241,8 @@ class Probe:
         hidden = hidden_states(values, inputs)
         if hidden is None:
             return False
-        # Two neighbors: one of them may be the last token of a chunk, which no later token sees.
-        at = slice(self._length // 3, self._length // 3 + 2)
+        # Not neighbors: both may be the last tokens of a chunk, which no later token sees.
+        at = slice(self._length // 3, self._length // 3 + 3, 2)
         place, states = hidden
         dim = inputs[place]
         other = states.clone()

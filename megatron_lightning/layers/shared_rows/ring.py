@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
@@ -21,6 +22,7 @@ from megatron_lightning.layers.attention.transformers_attention import (
     without_masks,
 )
 from megatron_lightning.layers.context.backends import ContextBackend
+from megatron_lightning.layers.shared_rows.conditions import has_reach
 from megatron_lightning.layers.shared_rows.mixers import Arguments, SharedMixer
 from megatron_lightning.layers.shared_rows.other_names import names_of
 from megatron_lightning.layers.shared_rows.places import changed
@@ -42,6 +44,8 @@ class RingMixer(SharedMixer):
 
     kind = "ring"
     divides = True
+    _has_window: bool = True
+    """Whether the module has a window that probes made small."""
 
     @classmethod
     def suits(cls, module: nn.Module, arguments: Arguments) -> bool:
@@ -53,19 +57,53 @@ class RingMixer(SharedMixer):
         attention = self.ranks.attention
         return {} if attention is None else {_FUNCTIONS: RingFunctions(attention)}
 
+    def bind(self, module: nn.Module) -> None:
+        """Have the module's calls get and return the rank's part."""
+        self._has_window = has_reach(module)
+        super().bind(module)
+
     def __call__(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the rank's part of the outputs."""
+        """Return the rank's part of the outputs.
+
+        Raises:
+            ConfigError: If a mask says more than causality.
+        """
         documents = self._documents(kwargs)
         args, kwargs = self.split_full((args, kwargs))
 
         def without_mask(place: str, tensor: Tensor) -> Any:
-            is_mask = place in self.arguments.inputs.masks or place.endswith(f"['{_MASK}']")
-            return None if is_mask else tensor
+            if place not in self.arguments.inputs.masks and not place.endswith(f"['{_MASK}']"):
+                return tensor
+            if not self._has_window and not documents:
+                self._check_mask(tensor)
+            return None
 
         args, kwargs = changed((args, kwargs), without_mask)
         if _CACHE in kwargs:
             kwargs[_CACHE] = None
         return forward(*args, **kwargs, **documents)
+
+    def _check_mask(self, mask: Tensor) -> None:
+        """Check that the last token sees the first one. A window of an unknown name may be longer
+        than a probed row, in which it hides nothing.
+
+        Raises:
+            ConfigError: If it does not.
+        """
+        if mask.ndim != 4:
+            return
+        known = self.ranks.masks
+        if mask not in known:  # read from the device once for all modules
+            last = mask[:, :, -1, 0]
+            is_seen = last if mask.dtype == torch.bool else last > torch.finfo(mask.dtype).min / 2
+            known[mask] = bool(is_seen.all())
+        if not known[mask]:
+            raise ConfigError(
+                f"a mask hides the first of {mask.shape[-1]} tokens from the last one, and the "
+                "short row in which ranks of context_parallel_size looked for what mixes tokens "
+                "has shown no window. Name the attribute that holds its length sliding_window, set "
+                'ContextOptions(mixers={"**": "rows"}), or set context_parallel_size to 1.'
+            )
 
     def _documents(self, kwargs: Mapping[str, Any]) -> dict[str, Documents]:
         """Return the documents of full rows, as an argument that reaches our function. No argument:
