@@ -16,6 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from megatron_lightning.assembly.stage_runner import StageCall, StageRunner
 from megatron_lightning.parallel.numbers import number_on
 from megatron_lightning.parallel.shards.other_stages import AbsentListing
 from megatron_lightning.pipeline.batch.broadcast import StageBroadcast
@@ -113,7 +114,22 @@ class PipelinedStepRunner(StepRunner):
         """Return the context of steps on this rank's part of the sequences in a batch, for ranks
         sharing sequences. The context yields the part.
         """
-        return nullcontext(batch) if self._sequence is None else self._sequence.divided(batch)
+        if self._sequence is None:
+            return nullcontext(batch)
+        if self._scope.part.partition is not None:
+            self._sequence.find_mixers(self._run_on_stages)
+        return self._sequence.divided(batch)
+
+    def _run_on_stages(self, keywords: dict[str, Any]) -> Any:
+        """Call the pipelined module once on all stages, beside the steps. Return its output on the
+        last stage, None on others.
+        """
+        scope, outputs = self._scope, list[Any]()
+        # Shapes between stages are learned anew: blocks that begin to share rows return parts.
+        runner = StageRunner(scope.module, scope.part, scope.context, self._executor)
+        call = StageCall((), keywords, signature=0)
+        runner.run(1, lambda _: call, lambda _, output: outputs.append(output))
+        return outputs[0] if outputs else None
 
     def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
         """See the base class."""

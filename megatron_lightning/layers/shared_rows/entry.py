@@ -32,6 +32,7 @@ from megatron_lightning.layers.shared_rows.places import changed, tensors
 from megatron_lightning.layers.shared_rows.probe import Block, Findings, Probe
 from megatron_lightning.layers.shared_rows.probed_call import (
     ProbedCall,
+    RunOnStages,
     probed_length,
     tried,
     without_cache,
@@ -58,14 +59,16 @@ class SharedRows:
 
     Args:
         ranks: The context-parallel ranks.
-        others: Groups that together join all ranks of the job, which find the same.
+        others: Groups that together join all ranks of a pipeline stage, which find the same.
         mixers: Which ways are taken, see
             :attr:`~megatron_lightning.config.ContextOptions.mixers`.
+        pp: Ranks of the pipeline's stages. None: a rank has all blocks.
     """
 
     ranks: SharingRanks
     others: tuple[AxisGroup, ...]
     mixers: ContextMixers
+    pp: AxisGroup | None = None
     kinds: dict[str, str] = field(default_factory=dict)
     """Path of a module that mixes tokens -> the way in which it works on a rank's part."""
     _keeps_masks: bool = True
@@ -183,17 +186,21 @@ class SharedRows:
 
     # ---------------------------------------------------------------------------------------- probe
 
-    def find(self, model: nn.Module) -> bool:
+    def find(self, model: nn.Module, run: RunOnStages | None = None) -> bool:
         """Probe the model, bind its modules, and compare the whole call. Return whether that was
         still to be done. A collective of all ranks.
+
+        Args:
+            model: The model.
+            run: Calls the model on all pipeline stages. None: a rank has all blocks.
 
         Raises:
             ConfigError: If a module cannot be shared, or the whole call differs.
         """
         if self._is_probed:
             return False
-        length = probed_length(model, self.ranks.group.size)
-        call = ProbedCall(model, length)
+        length = probed_length(model, self.ranks.group.size, self.pp)
+        call = ProbedCall(model, length, run)
         self._device = call.device
         # In the precision of the weights: autocast would hide what differs. Uncompiled, since hooks
         # see the calls.
@@ -207,11 +214,13 @@ class SharedRows:
         ):
             probe = Probe(model, length, self.ranks, self._agree, self._kinds_for)
             findings = probe.run(lambda: call(_SEEDS[0]))
-            check_patterns(self.mixers, {p: way.kind for p, way in findings.mixers.items()})
             expected = call(_SEEDS[1])
             noise = call.noise(_SEEDS[1], expected) if has_16_bits(model) else 0.0
-            alone, together = (tried(c, _SEEDS[1])[0] for c in (call.alone, call.packed))
+            # An error on one stage would leave the others waiting.
+            documents = () if run is not None else (call.alone, call.packed)
+            alone, together = (*(tried(c, _SEEDS[1])[0] for c in documents), None, None)[:2]
             self._bind(model, findings)
+            check_patterns(self.mixers, self.kinds)
             self._is_probed = True
             with self.rows_of(length):
                 self._compare(model, call, expected, noise)
@@ -230,15 +239,24 @@ class SharedRows:
             module.register_forward_pre_hook(_Divide(self, block), with_kwargs=True)
         for path, way in findings.mixers.items():
             way.bind(model.get_submodule(path))
-            self.kinds[path] = way.kind
-        rings = {path for path, way in findings.mixers.items() if isinstance(way, RingMixer)}
+        own = {path: way.kind for path, way in findings.mixers.items()}
+        of_stages = [own] if self.pp is None else self.pp.all_gather_object(own)
+        known = {path: kind for stage in of_stages for path, kind in stage.items()}
+        self.kinds |= {path: known[path] for path, _ in model.named_modules() if path in known}
+        rings = {path for path, kind in known.items() if kind == RingMixer.kind}
         self._keeps_masks = not leave_masks_out(model, rings)
 
-    def _compare(self, model: nn.Module, call: ProbedCall, expected: Tensor, noise: float) -> None:
-        part = self.ranks.part.split(expected, 1)
+    def _compare(
+        self, model: nn.Module, call: ProbedCall, expected: Tensor | None, noise: float
+    ) -> None:
         found, finding = tried(call, _SEEDS[1])
-        if not self._agree(is_close(found, part, 3 * noise)):
-            finding = finding or f"{list(part.shape)} of {list(expected.shape)} differ"
+        part = None if expected is None else self.ranks.part.split(expected, 1)
+        is_equal = part is None or is_close(found, part, 3 * noise)
+        if not self._agree_on_stages(is_equal and not finding):
+            if part is None or expected is None:
+                finding = finding or "the last stage has other logits"
+            else:
+                finding = finding or f"{list(part.shape)} of {list(expected.shape)} differ"
             raise ConfigError(
                 f"{type(model).__name__} does not give on ranks that share rows what it gives in "
                 f"one process ({finding}): code between or behind its blocks uses full rows. Set "
@@ -253,8 +271,15 @@ class SharedRows:
         self._parts_documents = self._agree(is_close(found, part, 3 * noise))
 
     def _agree(self, value: bool) -> bool:
+        return self._agree_in(self.others, value)
+
+    def _agree_on_stages(self, value: bool) -> bool:
+        pp = () if self.pp is None else (self.pp,)
+        return self._agree_in((*self.others, *pp), value)
+
+    def _agree_in(self, groups: tuple[AxisGroup, ...], value: bool) -> bool:
         failures = torch.tensor([float(not value)], device=self._device)
-        for group in self.others:
+        for group in groups:
             failures = all_reduce(failures, group, "max")
         return not failures.item()
 

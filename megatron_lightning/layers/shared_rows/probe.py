@@ -20,6 +20,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.shared_rows.conditions import has_16_bits, in_fp32, is_close
 from megatron_lightning.layers.shared_rows.mixers import Arguments, SharedMixer, SharingRanks
 from megatron_lightning.layers.shared_rows.places import Places, changed, hidden_states, tensors
+from megatron_lightning.parallel.shards.other_stages import present_modules
 
 _FELT = 1e-6
 """Share of the largest output, from which on a change of another token is felt."""
@@ -127,7 +128,7 @@ class Probe:
     @contextmanager
     def _watching(self) -> Iterator[None]:
         with ExitStack() as undo:
-            for module in self._paths:
+            for _, module in present_modules(self._model):
                 # After FSDP has gathered weights, and before it lets them go.
                 enter = module.register_forward_pre_hook(self._enter, with_kwargs=True)
                 leave = module.register_forward_hook(self._leave, with_kwargs=True, prepend=True)
@@ -138,6 +139,8 @@ class Probe:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._is_trying:
             return
+        if module is self._model:  # a pipeline leaves the forward of an earlier stage without end
+            self._stack.clear()
         call = _Call(module, self._paths[module], is_block=False)
         if module in self._items and not any(outer.is_block for outer in self._stack):
             values = (args, kwargs)

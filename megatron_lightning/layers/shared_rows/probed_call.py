@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lightning.layers.shared_rows.places import tensors
+from megatron_lightning.parallel.grid.context import AxisGroup
 
 _PROBED_ROWS, _PROBED_TOKENS = 2, 40
+
+
+RunOnStages = Callable[[dict[str, Any]], Any]
+"""Keywords of a call of a model -> its output on the last pipeline stage, None on others. A
+collective."""
 
 
 class ProbedCall:
@@ -20,36 +26,39 @@ class ProbedCall:
     Args:
         model: A model of ``transformers``.
         length: Tokens of a row.
+        run: Calls the model. None: with all its blocks, on this rank.
     """
 
-    def __init__(self, model: nn.Module, length: int) -> None:
-        self._model, self._length = model, length
+    def __init__(self, model: nn.Module, length: int, run: RunOnStages | None = None) -> None:
+        self._model, self._length, self._run = model, length, run
         self.device = next(model.parameters()).device
         config: Any = model.config
         self._vocabulary = int(config.get_text_config().vocab_size)
 
-    def __call__(self, seed: int) -> Tensor:
-        """Return the logits of rows of one document."""
+    def __call__(self, seed: int) -> Tensor | None:
+        """Return the logits of rows of one document. None: a later pipeline stage has them."""
         return self._logits(self._rows(seed))
 
-    def noise(self, seed: int, expected: Tensor) -> float:
+    def noise(self, seed: int, expected: Tensor | None) -> float:
         """Return the largest difference that roundings make: of rows called one by one, with
         products of other shapes. A collective.
         """
-        alone = torch.cat([self._logits(row) for row in torch.split(self._rows(seed), 1)])
+        alone = _joined([self._logits(row) for row in torch.split(self._rows(seed), 1)], 0)
+        if alone is None or expected is None:
+            return 0.0
         return float((alone - expected).abs().max())
 
-    def packed(self, seed: int) -> Tensor:
+    def packed(self, seed: int) -> Tensor | None:
         """Return the logits of rows with two documents, told by positions."""
         lengths = self._documents
         positions = torch.cat([torch.arange(n, device=self.device) for n in lengths])
         rows = self._rows(seed)
         return self._logits(rows, position_ids=positions.expand_as(rows))
 
-    def alone(self, seed: int) -> Tensor:
+    def alone(self, seed: int) -> Tensor | None:
         """Return the logits of the same documents, each called alone."""
         documents = torch.split(self._rows(seed), self._documents, 1)
-        return torch.cat([self._logits(document) for document in documents], 1)
+        return _joined([self._logits(document) for document in documents], 1)
 
     @property
     def _documents(self) -> list[int]:
@@ -62,12 +71,18 @@ class ProbedCall:
         rows = torch.randint(0, self._vocabulary, shape, generator=generator, device="cpu")
         return rows.to(self.device)
 
-    def _logits(self, rows: Tensor, **given: Tensor) -> Tensor:
-        output = self._model(input_ids=rows, **given, **without_cache(self._model))
-        return next(x for _, x in tensors(tuple(_plain(output))))
+    def _logits(self, rows: Tensor, **given: Tensor) -> Tensor | None:
+        keywords: dict[str, Any] = {"input_ids": rows, **given, **without_cache(self._model)}
+        output = self._model(**keywords) if self._run is None else self._run(keywords)
+        return None if output is None else next(x for _, x in tensors(tuple(_plain(output))))
 
 
-def tried(call: Callable[[int], Tensor], seed: int) -> tuple[Tensor | None, str]:
+def _joined(parts: Sequence[Tensor | None], dim: int) -> Tensor | None:
+    own = [part for part in parts if part is not None]
+    return torch.cat(own, dim) if own else None
+
+
+def tried(call: Callable[[int], Tensor | None], seed: int) -> tuple[Tensor | None, str]:
     """Return the logits of a call, or None and the error, which is the same on every rank."""
     try:
         return call(seed), ""
@@ -86,13 +101,14 @@ def without_cache(module: nn.Module) -> dict[str, bool]:
     return {"use_cache": False} if takes_all or "use_cache" in parameters else {}
 
 
-def probed_length(model: nn.Module, num_ranks: int) -> int:
+def probed_length(model: nn.Module, num_ranks: int, pp: AxisGroup | None = None) -> int:
     """Return tokens of a row that ranks can divide, of which neither all nor a rank's part is
-    another size of the model.
+    another size of the model. A collective of the pipeline's ranks.
     """
     config: Any = model.config
     values = config.to_dict().values()
-    sizes = {size for p in model.parameters() for size in p.shape}
+    own = {size for p in model.parameters() for size in p.shape}
+    sizes = own if pp is None else set[int]().union(*pp.all_gather_object(own))
     sizes |= {value for value in values if isinstance(value, int)} | {_PROBED_ROWS}
     step, most = 2 * num_ranks, getattr(config, "max_position_embeddings", None) or -1
     most = 4096 if most < 0 else most  # some configurations say -1 for any number

@@ -31,18 +31,12 @@ class FoundMixers(AdditionalStyle):
     """Text in a description of the layout."""
 
     def check_context(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
-        """Check that a rank holds all blocks, and full rows in them.
+        """Check that a rank holds full rows in the blocks.
 
         Raises:
-            ShardingError: If the layout has pipeline stages or sequence parallelism.
+            ShardingError: If the layout has sequence parallelism.
         """
         name = type(module).__name__
-        if layout.num_stages > 1:
-            raise ShardingError(
-                f"what mixes the tokens of {name} is found by a call of all its blocks, and "
-                f"pipeline_model_parallel_size is {layout.pp}. Set it to 1, or "
-                "context_parallel_size to 1."
-            )
         if layout.sp and plan.shards_sequence:
             raise ShardingError(
                 f"what mixes the tokens of {name} is found in full rows, and sequence_parallel "
@@ -57,6 +51,7 @@ class FoundMixers(AdditionalStyle):
             groups = context.dp_cp, context.tp
             attention = BACKENDS[cp_comm_type_of(None, context)](context)
             ranks = SharingRanks(context.cp, attention)
-            hook = SharedRows(ranks, groups, context.context_options.mixers)
+            pp = context.pp if context.layout.num_stages > 1 else None
+            hook = SharedRows(ranks, groups, context.context_options.mixers, pp)
             module.register_forward_pre_hook(hook, with_kwargs=True)
         return module

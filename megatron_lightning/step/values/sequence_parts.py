@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_lightning.assembly.checks.attention_rows import bound_attention
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.shared_rows.entry import described, shared_models
+from megatron_lightning.layers.shared_rows.probed_call import RunOnStages
 from megatron_lightning.models.plans.hf_context import check_call
 from megatron_lightning.models.plans.hf_plans import is_transformers_model
 from megatron_lightning.parallel.sequence import SequencePart
@@ -56,17 +57,26 @@ class SequenceParts(StepParticipant):
         for core in self._attention.values():
             core.takes_parts = is_open
 
+    def find_mixers(self, run: RunOnStages | None = None) -> None:
+        """Find what mixes tokens in models without a plan of their attention, before the first
+        step: a probe is no call of it. A collective.
+
+        Args:
+            run: Calls the pipelined model on all stages. None: a rank has all layers.
+        """
+        for path, shared in self._shared.items():
+            model = self._module.get_submodule(path)
+            if shared.find(model, run):
+                ways = described(shared.kinds)
+                rank_zero_info(f"MegatronStrategy: {type(model).__name__} shares rows: {ways}.")
+
     @contextmanager
     def divided(self, batch: Any) -> Iterator[Any]:
         """Yield this rank's part of the sequences of a batch. Calls of the models receive the
         positions of the part.
         """
         length = self.split.length(batch)
-        for path, shared in self._shared.items():
-            model = self._module.get_submodule(path)
-            if shared.find(model):  # before the step: a probe is no call of it
-                ways = described(shared.kinds)
-                rank_zero_info(f"MegatronStrategy: {type(model).__name__} shares rows: {ways}.")
+        self.find_mixers()
         with ExitStack() as during:
             for path, (plan, call) in self._calls.items():
                 during.enter_context(call.adding(partial(self._added, path, plan, length)))

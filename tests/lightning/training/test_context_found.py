@@ -53,6 +53,24 @@ CP2_RECOMPUTED = make_layout(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
     ),
 )
+CP2_PP2_VPP2 = make_layout(
+    "cp2-pp2-vpp2",
+    4,
+    1,
+    context_parallel_size=2,
+    pipeline_model_parallel_size=2,
+    virtual_pipeline_model_parallel_size=2,
+    micro_batch_size=2,
+)
+CP2_PP2_FSDP = make_layout(
+    "cp2-pp2-fsdp",
+    4,
+    1,
+    context_parallel_size=2,
+    pipeline_model_parallel_size=2,
+    micro_batch_size=4,
+    data_parallel="fsdp",
+)
 CP2_UNGUARDED = make_layout("cp2-unguarded", 2, 1, context_parallel_size=2, guards="ignore")
 CP2_COMPILED = make_layout("cp2-compiled", 2, 1, context_parallel_size=2, compile="block")
 
@@ -75,6 +93,14 @@ def _qwen3_5() -> nn.Module:
     sizes = SIZES | {"initializer_range": 0.05}
     config = transformers.Qwen3_5TextConfig(**sizes, **delta, **dims, layer_types=kinds)
     return transformers.Qwen3_5ForCausalLM(config)
+
+
+def _deep() -> nn.Module:
+    """A window, capped scores, and a layer for each of four stages."""
+    config = transformers.Gemma2Config(
+        **SIZES | {"num_hidden_layers": 4}, head_dim=8, sliding_window=5
+    )
+    return transformers.Gemma2ForCausalLM(config)
 
 
 def _bloom(**more: Any) -> nn.Module:
@@ -102,12 +128,12 @@ def _assert_equal(ranks: Any, make: Callable[[], nn.Module]) -> None:
     assert [rank[1] for rank in ranks] == pytest.approx([value] * len(ranks), rel=1e-5)
 
 
-@layouts(CP2, slow=[CP4, CP2_DP2, CP2_FSDP, CP2_TP2, CP2_EP2, CP2_RECOMPUTED])
+@layouts(CP2, CP2_PP2, slow=[CP4, CP2_DP2, CP2_FSDP, CP2_TP2, CP2_EP2, CP2_RECOMPUTED])
 def test_sinks_and_windows(layout: Layout, tmp_path: Path) -> None:
     _assert_equal(run(layout, _fit, tmp_path, _gpt_oss), _gpt_oss)
 
 
-@layouts(CP2, slow=[CP4, CP2_DP2, CP2_FSDP, CP2_RECOMPUTED])
+@layouts(CP2, slow=[CP4, CP2_DP2, CP2_FSDP, CP2_RECOMPUTED, CP2_PP2])
 def test_linear_attention(layout: Layout, tmp_path: Path) -> None:
     _assert_equal(run(layout, _fit, tmp_path, _qwen3_5), _qwen3_5)
 
@@ -120,9 +146,17 @@ def test_other_families(layout: Layout, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_predictions_are_full_sequences_in_order(tmp_path: Path) -> None:
+@layouts(CP2_PP2_VPP2, CP2_PP2_FSDP)
+def test_stages_of_a_pipeline(layout: Layout, tmp_path: Path) -> None:
+    """Each rank finds what mixes tokens in the stages that it holds."""
+    _assert_equal(run(layout, _fit, tmp_path, _deep), _deep)
+
+
+@pytest.mark.slow
+@layouts(CP2, CP2_PP2)
+def test_predictions_are_full_sequences_in_order(layout: Layout, tmp_path: Path) -> None:
     expected = single(_predict, _qwen3_5)
-    for rank in run(CP2, _predict, tmp_path, _qwen3_5):
+    for rank in run(layout, _predict, tmp_path, _qwen3_5):
         assert rank["logits"] == pytest.approx(expected["logits"], rel=1e-4, abs=1e-5)
         assert torch.equal(rank["rows"], expected["rows"])
 
@@ -170,7 +204,6 @@ def _zero_outputs() -> nn.Module:
 
 
 CASES: dict[str, tuple[Layout, type[Module], Callable[[], nn.Module], str]] = {
-    "pipeline": (CP2_PP2, Module, _gpt_oss, "pipeline_model_parallel_size is 2"),
     "sequence parallel": (CP2_SP, Module, _gpt_oss, "sequence_parallel|gathers its output"),
     "divided": (CP2_DIVIDED, Module, _mixed_inside, r"input_layernorm .* share it \(ring, exch"),
     "cropped rows": (CP2_UNGUARDED, _Crops, _gpt_oss, "input_ids of 6 columns, .* 16 .* 8"),
