@@ -18,6 +18,7 @@ from megatron_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
+    from megatron_lightning.data.images.image_positions import ImagePositions
     from megatron_lightning.data.images.image_processor import ImageProcessor
 
 Batch = dict[str, torch.Tensor]
@@ -45,6 +46,9 @@ class RunModel(Protocol):
         self, tokenizer: ChatTokenizer, options: Mapping[str, Any]
     ) -> ImageProcessor:
         """Return the processor of images in the model's folder."""
+
+    def image_positions(self) -> ImagePositions | None:
+        """Return the positions of a model that has several a token. None: it has one."""
 
     def generation_ends(self, tokenizer: object = None) -> tuple[int, ...]:
         """Return the ids at which generation stops, of the generation configuration beside the

@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lightning.bridge.folders.folder_record import read_kept
+from megatron_lightning.data.images.image_positions import POSITION_ROWS
 from megatron_lightning.data.images.row_entries import IMAGES, batch_entries
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.losses.loss import CrossEntropy
 from megatron_lightning.models.awaited_losses import awaited_losses
-from megatron_lightning.models.plans.hf_documents import separating_positions
+from megatron_lightning.models.plans.hf_documents import check_position_rows, separating_positions
 from megatron_lightning.models.router_loss import (
     LOGITS,
     coefficient_of,
@@ -133,7 +134,9 @@ class HuggingFaceModule(FolderModule):
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        *,
         images: Sequence[Mapping[str, Tensor]] = (),
+        position_rows: Tensor | None = None,
     ) -> Tensor:
         """Return the model's logits [b, s, v], or with labels the tokens' losses [b, s].
 
@@ -143,16 +146,19 @@ class HuggingFaceModule(FolderModule):
             position_ids: Positions [b, s].
             document_ids: Number of each token's document in its row [b, s].
             images: Entries of images for the model, for each row.
+            position_rows: Flat positions, and those of time, height and width [b, 4, s], of packed
+                rows with images.
 
         Raises:
             ConfigError: If a batch has ``document_ids``, and documents in a row would see each
                 other.
         """
-        return self._call(tokens, labels, position_ids, document_ids, images)[1]
+        inputs = {"position_ids": position_ids, "document_ids": document_ids}
+        return self._call(tokens, labels, images, **inputs, position_rows=position_rows)[1]
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the optional inputs of ``forward`` in a batch."""
-        images = {IMAGES: batch[IMAGES]} if IMAGES in batch else {}
+        images = {name: batch[name] for name in (IMAGES, POSITION_ROWS) if name in batch}
         return {**super()._inputs(batch), **images}
 
     def _token_losses(self, batch: Batch, labels: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -168,32 +174,40 @@ class HuggingFaceModule(FolderModule):
             self.log("aux_loss", loss.detach(), sync_dist=True)
         return losses, loss
 
+    def _positions(
+        self,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        position_rows: Tensor | None = None,
+    ) -> Tensor | None:
+        """Return the positions for the model. None: the model counts itself."""
+        if document_ids is None:
+            return position_ids
+        mesh = self.device_mesh
+        num_sharing = mesh is not None and "cp" in (mesh.mesh_dim_names or ()) and mesh["cp"].size()
+        if position_ids is None and num_sharing and num_sharing > 1:
+            raise ConfigError(
+                "the batch has document_ids and no position_ids, and a rank that has a part of "
+                "a sequence does not see where its documents begin. Add position_ids that "
+                "start again with every document, as FinetuneDataModule does."
+            )
+        return separating_positions(self.model, document_ids, position_ids, position_rows)
+
     def _call(
         self,
         tokens: Tensor,
         labels: Tensor | None,
-        position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
         images: Sequence[Mapping[str, Tensor]] = (),
+        **given: Tensor | None,
     ) -> tuple[Any, Tensor]:
         """Return the model's output, and logits or losses as :meth:`forward`."""
         if self.model is None:
             self.configure_model()
-        if document_ids is not None:
-            mesh = self.device_mesh
-            num_sharing = (
-                mesh is not None and "cp" in (mesh.mesh_dim_names or ()) and mesh["cp"].size()
-            )
-            if position_ids is None and num_sharing and num_sharing > 1:
-                raise ConfigError(
-                    "the batch has document_ids and no position_ids, and a rank that has a part of "
-                    "a sequence does not see where its documents begin. Add position_ids that "
-                    "start again with every document, as FinetuneDataModule does."
-                )
-            position_ids = separating_positions(self.model, document_ids, position_ids)
-        inputs = batch_entries(images) | (
-            {} if position_ids is None else {"position_ids": position_ids}
-        )
+        inputs = batch_entries(images)
+        if inputs and given.get("document_ids") is not None:
+            check_position_rows(self.model.config, given.get(POSITION_ROWS))
+        if (positions := self._positions(**given)) is not None:
+            inputs["position_ids"] = positions
         if labels is None or not self.fused_loss:
             output = self.model(input_ids=tokens, **inputs)
             logits: Tensor = output.logits

@@ -85,6 +85,7 @@ class LanguageModule(LightningModule):
         "loss_mask": 1,
         "position_ids": 1,
         "document_ids": 1,
+        "position_rows": 2,
         "padding": 1,
         "routes": 1,
     }

@@ -20,6 +20,7 @@ from megatron_lightning.checkpoint.text_record import (
 )
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
+from megatron_lightning.data.images.image_positions import ImagePositions
 from megatron_lightning.data.images.image_processor import ImageProcessor
 from megatron_lightning.errors import CheckpointError, ConfigError, DataError
 from megatron_lightning.file_names import GENERATION_CONFIG
@@ -138,6 +139,13 @@ class ModelFacts:
         with self.folder.files() as folder:
             trusts = self.folder.trust_remote_code
             return ImageProcessor.load(folder, tokenizer.tokenizer, options, trusts=trusts)
+
+    def image_positions(self) -> ImagePositions | None:
+        """Return the positions of a model that has several a token. None: it has one."""
+        if self.folder is None:
+            return None
+        with self.folder.files() as folder:
+            return ImagePositions.load(folder, trusts=self.folder.trust_remote_code)
 
     def generation_ends(self, tokenizer: object = None) -> tuple[int, ...]:
         """Return the ids at which generation stops, of the generation configuration beside the

@@ -12,7 +12,9 @@ import torch
 import transformers
 from PIL import Image
 
+from tests.helpers import image_families as further
 from tests.helpers.chats import make_tokenizer, write_rows
+from tests.helpers.image_families import ImageFamily
 
 _TEXT: dict[str, Any] = {
     "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
@@ -37,11 +39,11 @@ MARKED = (
 """Template with marked answers. ``IMAGE`` is the model's text for an image."""
 
 
-def _tokenizer(image: str, *special: str, **named: Any) -> Any:
+def _tokenizer(image: str, *special: str, begin: str = "", **named: Any) -> Any:
     names = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", *special]
     return make_tokenizer(
         names,
-        template=MARKED.replace("IMAGE", image),
+        template=begin + MARKED.replace("IMAGE", image),
         vocab_size=340,
         pad_token="<pad>",
         bos_token="<s>",
@@ -148,14 +150,29 @@ _MAKERS = {
     "gemma3": ("Gemma3Processor", _gemma),
     "idefics3": ("Idefics3Processor", _idefics),
 }
-FAMILIES = tuple(_MAKERS)
+USUAL = tuple(_MAKERS)
+"""Families of the usual run."""
+FAMILIES = (*_MAKERS, *further.FAMILIES)
+
+
+def _further(family: ImageFamily) -> tuple[Any, Any, Any, Any]:
+    name, options = family.images
+    named = {"extra_special_tokens": dict(family.named)} if family.named else {}
+    tokens = _tokenizer(family.text, *family.tokens, begin=family.begin, **named)
+    config = family.config(tokens.convert_tokens_to_ids)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    return _images(name, **options), tokens, model, dict(family.settings)
 
 
 def make_image_folder(family: str, parent: Path) -> Path:
     """Save a model with weights drawn wide, its tokenizer and its processor."""
     torch.manual_seed(0)
-    processor, make = _MAKERS[family]
-    images, tokens, model, settings = make()
+    if family in _MAKERS:
+        processor, make = _MAKERS[family]
+        images, tokens, model, settings = make()
+    else:
+        processor = further.FAMILIES[family].processor
+        images, tokens, model, settings = _further(further.FAMILIES[family])
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

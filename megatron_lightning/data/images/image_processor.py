@@ -68,6 +68,15 @@ class ImageProcessor:
             ConfigError: If the folder has no processor, or the processor needs torchvision.
         """
         require("PIL", "images", "pip install pillow")
+        try:
+            return cls._load(folder, tokenizer, options, trusts=trusts)
+        except ImportError as error:
+            raise _missing_package(folder, error) from error
+
+    @classmethod
+    def _load(
+        cls, folder: Path, tokenizer: Any, options: Mapping[str, Any], *, trusts: bool
+    ) -> ImageProcessor:
         kind = _kind(folder, trusts=trusts)
         names = kind.get_attributes()
         if "image_processor" not in names or "tokenizer" not in names:
@@ -117,8 +126,13 @@ class ImageProcessor:
         for one in texts:
             offsets, ids = self._tried(one)
             if len(offsets) == 1:
-                self.placeholder = offsets[0]["text"]
-                self._set_words(offsets[0]["replacement"])
+                self.placeholder, growth = offsets[0]["text"], offsets[0]["replacement"]
+                if ids != self.tokens(one.replace(self.placeholder, growth, 1)):
+                    raise ConfigError(
+                        f"the processor {self.name} adds tokens of its own to a conversation, "
+                        "which no chat template writes; take another model"
+                    )
+                self._set_words(growth)
                 return
             if isinstance(token, str) and one.count(token) == 1 and ids == self.tokens(one):
                 self.placeholder, self._does_grow = token, False  # one token that stays one
@@ -224,7 +238,7 @@ class ImageProcessor:
     def _asked(self, text: str, sizes: Sequence[Size]) -> tuple[list[dict[str, Any]], list[int]]:
         """Return the growth of placeholders, empty if nothing is known, and ids."""
         blanks = [_blank(size) for size in sizes]
-        given = self._call(text, blanks, return_text_replacement_offsets=True)
+        given = self._call(text, blanks, return_text_replacement_offsets=True, return_tensors="pt")
         offsets = given.get("text_replacement_offsets") or [[]]
         return list(offsets[0]), list(np.asarray(given["input_ids"][0]).tolist())
 
@@ -286,6 +300,17 @@ def _kind(folder: Path, *, trusts: bool) -> Any:
     )
 
 
+def _missing_package(folder: Path, error: ImportError) -> ConfigError:
+    reason = " ".join(str(error).split())
+    install = "Install what it names."
+    if "torchvision" in reason.lower():
+        install = (
+            "Install torchvision of the same build as torch: pip install torchvision --index-url "
+            "https://download.pytorch.org/whl/cpu, or …/whl/cu130 with CUDA."
+        )
+    return ConfigError(f"the processor of {folder} cannot be made ({reason}). {install}")
+
+
 def _image_processor(folder: Path, options: Mapping[str, Any], *, trusts: bool) -> Any:
     require("transformers", _NEEDS)
     from transformers import AutoImageProcessor
@@ -293,12 +318,6 @@ def _image_processor(folder: Path, options: Mapping[str, Any], *, trusts: bool) 
     load: Any = AutoImageProcessor.from_pretrained
     try:
         made = load(folder, trust_remote_code=trusts, **options)
-    except ImportError as error:
-        raise ConfigError(
-            f"the image processor of {folder} cannot be made ({error}). Install torchvision of the "
-            "same build as torch: pip install torchvision --index-url "
-            "https://download.pytorch.org/whl/cpu, or …/whl/cu130 with CUDA."
-        ) from error
     except OSError as error:
         raise ConfigError(
             f"{folder} has no image processor ({error}); copy preprocessor_config.json of the "

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from megatron_lightning.data.chat.documents import Document
+from megatron_lightning.data.images.image_positions import POSITION_ROWS, ImagePositions
 from megatron_lightning.data.images.image_processor import Dims, Entries, ImageProcessor
 from megatron_lightning.errors import DataError
 
@@ -28,24 +29,32 @@ class RowEntries:
 
     Args:
         processor: Of the model.
+        positions: Positions of the model in packed rows. None: flat positions suffice.
     """
 
-    def __init__(self, processor: ImageProcessor) -> None:
+    def __init__(self, processor: ImageProcessor, positions: ImagePositions | None = None) -> None:
         self._processor = processor
+        self._positions = positions
 
-    def of_row(self, documents: Sequence[Document], length: int) -> Entries:
-        """Return the entries of a row of documents. Entries along tokens have the row's length.
+    def of_row(self, documents: Sequence[Document], length: int) -> dict[str, Any]:
+        """Return the entries of a row of documents, and the rows of positions [4, s] of a model
+        that has some. Entries along tokens have the row's length. Padding is a document of text.
 
         Raises:
             DataError: If an image cannot be read, or the processor makes other ids than before.
         """
         parts = [self._of_document(document) for document in documents]
-        num_tokens = sum(len(document.ids) for document in documents)
-        parts.append(self._processor.entries_of_text(length - num_tokens))
-        return {
+        ids = [torch.from_numpy(document.ids.astype("int64")) for document in documents]
+        ids.append(torch.zeros(length - sum(map(len, ids)), dtype=torch.int64))
+        parts.append(self._processor.entries_of_text(len(ids[-1])))
+        entries = {
             name: joined([part[name] for part in parts], dims or (0,))
             for name, dims in self._processor.dims.items()
         }
+        if self._positions is None:
+            return {IMAGES: entries}
+        positions = map(self._positions.of_document, ids, parts)
+        return {IMAGES: entries, POSITION_ROWS: torch.cat(list(positions), 1)}
 
     def cut(self, entries: Entries, length: int) -> Entries:
         """Return the entries of a row cut to its first tokens."""

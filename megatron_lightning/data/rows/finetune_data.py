@@ -23,6 +23,7 @@ from megatron_lightning.data.chat.template_texts import (
 from megatron_lightning.data.flat_options import takes
 from megatron_lightning.data.images.image_encoder import ImageEncoder
 from megatron_lightning.data.images.image_options import ImageOptions
+from megatron_lightning.data.images.image_positions import POSITION_ROWS
 from megatron_lightning.data.images.image_processor import ImageProcessor
 from megatron_lightning.data.images.row_entries import Collate, CollateImages, RowEntries
 from megatron_lightning.data.order.resume_order import (
@@ -53,7 +54,14 @@ class FinetuneData(RunData):
     """Rows of ``FinetuneDataModule``, read without a Trainer."""
 
     sequence_dims: Mapping[str, int] = MappingProxyType(
-        {"tokens": 1, "labels": 1, "padding": 1, "position_ids": 1, "document_ids": 1}
+        {
+            "tokens": 1,
+            "labels": 1,
+            "padding": 1,
+            "position_ids": 1,
+            "document_ids": 1,
+            POSITION_ROWS: 2,
+        }
     )
     """Sequence dim of each batch entry."""
 
@@ -395,7 +403,10 @@ class FinetuneData(RunData):
     @property
     def _entries(self) -> RowEntries | None:
         """Makes entries of images. None: the data have no images."""
-        return None if self.processor is None else RowEntries(self.processor)
+        if self.processor is None:
+            return None
+        positions = None if self.packing == "none" else self._model().image_positions()
+        return RowEntries(self.processor, positions)
 
     @property
     def _collate(self) -> Collate | None:

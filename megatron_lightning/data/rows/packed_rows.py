@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from megatron_lightning.data.chat.documents import Document
-from megatron_lightning.data.images.row_entries import IMAGES, RowEntries
+from megatron_lightning.data.images.row_entries import RowEntries
 from megatron_lightning.data.pretraining.blend_order import blend_index, normalized
 from megatron_lightning.data.rows.cut_rows import FULL, FullRow
 from megatron_lightning.data.rows.packing import Numbers, Rows, pack, pack_in_windows
@@ -116,7 +116,8 @@ class ImagePlace(NamedTuple):
 class RowDataset(Dataset[dict[str, Tensor]]):
     """Rows ``{"tokens": int64 [s], "labels": int64 [s], "padding": bool [s]}``. Packed rows also
     have ``"document_ids"`` and ``"position_ids"`` int64 [s], and rows of data with images
-    ``"images"``: entries for the model.
+    ``"images"``: entries for the model. Packed rows with images of a model that counts time, height
+    and width apart have ``"position_rows"`` int64 [4, s].
 
     ``labels[i]`` follows ``tokens[i]``. ``labels[i]`` is -100 without a loss: in prompts, in
     padding, and at the end of a document. Positions start again with every document. Padding is a
@@ -178,7 +179,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
             arrays |= {"document_ids": document_ids, "position_ids": position_ids}
         sample: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self._entries is not None:
-            sample[IMAGES] = self._entries.of_row(documents, self._length)
+            sample |= self._entries.of_row(documents, self._length)
         return sample | ({FULL: True} if isinstance(row, FullRow) else {})
 
     def image_places(self, row: tuple[int, ...]) -> list[ImagePlace]:

@@ -33,21 +33,41 @@ PACKED_FAMILIES = frozenset({
 the logits and gradients of single documents (``python -m benchmarks.hf_packed``).
 """
 
-PACKED_WITH_TOWERS = frozenset({"gemma3", "idefics3", "llava"})
+PACKED_WITH_TOWERS = frozenset({
+    "aria", "aya_vision", "deepseek_vl", "gemma3", "idefics3", "internvl", "llava", "llava_next",
+    "llava_onevision", "ovis2", "vipllava",
+})  # fmt: skip
 """``model_type`` of models with a tower, for which the same holds with images, if it holds for
-their text model (``tests/parity/test_image_chats.py``)."""
+their text model (``python -m benchmarks.hf_packed --images``).
+"""
 
+PACKED_WITH_POSITION_ROWS = frozenset({
+    "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl",
+    "qwen3_vl_moe",
+})  # fmt: skip
+"""``model_type`` of models with a tower that count time, height and width apart, for which the same
+holds with these three positions of each document behind the flat position."""
+
+_KNOWN = PACKED_FAMILIES | PACKED_WITH_TOWERS | PACKED_WITH_POSITION_ROWS
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 
-def separating_positions(model: Any, document_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-    """Return positions [b, s] that make a model of ``transformers`` separate the documents of a
-    row.
+def separating_positions(
+    model: Any,
+    document_ids: Tensor,
+    position_ids: Tensor | None,
+    position_rows: Tensor | None = None,
+) -> Tensor:
+    """Return positions that make a model of ``transformers`` separate the documents of a row.
+
+    They are [b, s], or [4, b, s] for a model that counts time, height and width apart.
 
     Args:
         model: Causal language model.
         document_ids: Document number of each token in its row [b, s].
         position_ids: Positions of the batch [b, s]. None: positions are computed.
+        position_rows: Flat positions, and the model's own three of each document [b, 4, s]. None:
+            rows of text, whose three are the flat ones.
 
     Raises:
         ConfigError: If the model would let documents see each other all the same.
@@ -66,7 +86,11 @@ def separating_positions(model: Any, document_ids: Tensor, position_ids: Tensor 
             f"use_cache of {name} is on, with which transformers lets the documents of a row see "
             "each other. Set it to False in the model's configuration."
         )
-    return restarting(document_ids) if position_ids is None else position_ids
+    if position_rows is not None:
+        return position_rows.transpose(0, 1)
+    positions = restarting(document_ids) if position_ids is None else position_ids
+    is_counted_apart = config.model_type in PACKED_WITH_POSITION_ROWS
+    return positions.expand(4, -1, -1) if is_counted_apart else positions
 
 
 def check_parts_documents(config: Any, name: str) -> None:
@@ -75,16 +99,31 @@ def check_parts_documents(config: Any, name: str) -> None:
     Raises:
         ConfigError: If the family is not known to separate documents.
     """
-    if config.model_type in PACKED_WITH_TOWERS:
+    is_known = config.model_type in PACKED_WITH_POSITION_ROWS
+    if is_known or config.model_type in PACKED_WITH_TOWERS:
         config = _text_config(config)
     other_types = set(getattr(config, "layer_types", None) or ()).difference(_ATTENTION)
-    if config.model_type not in PACKED_FAMILIES or other_types:
+    if not (is_known or config.model_type in PACKED_FAMILIES) or other_types:
         kinds = f"layers of the types {sorted(other_types)}" if other_types else "layers"
         raise ConfigError(
             f"the batch has document_ids, and {name} ({config.model_type}) is not known to part "
             f"documents that share a row: it may have {kinds} that mix tokens of several. Set "
             "packing to none (reset_attention_mask of PretrainDataModule to false), or use a model "
-            f"of one of the families {', '.join(sorted(PACKED_FAMILIES | PACKED_WITH_TOWERS))}."
+            f"of one of the families {', '.join(sorted(_KNOWN))}."
+        )
+
+
+def check_position_rows(config: Any, position_rows: Tensor | None) -> None:
+    """Check that packed rows with images have the positions that a model needs.
+
+    Raises:
+        ConfigError: If the model counts time, height and width apart, and they are missing.
+    """
+    if position_rows is None and config.model_type in PACKED_WITH_POSITION_ROWS:
+        raise ConfigError(
+            f"the batch has images and document_ids, and no position_rows: {config.model_type} "
+            "counts time, height and width of an image in every document. Add position_rows "
+            "[b, 4, s], as FinetuneDataModule does, or one document a row."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import pickle
 import struct
 import zlib
@@ -33,12 +34,13 @@ from megatron_lightning.modules import (
 from megatron_lightning.modules.data_checks import check_images
 from tests.helpers.chats import write_rows
 from tests.helpers.image_folders import (
-    FAMILIES,
+    USUAL,
     draw_image,
     image_chats,
     make_image_folder,
     part,
     words,
+    write_image_rows,
 )
 from tests.helpers.layouts import tiny_config
 
@@ -76,7 +78,7 @@ def _with_pictures(message: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", USUAL)
 def test_ids_labels_and_entries_equal_the_processors_own(family: str, tmp_path: Path) -> None:
     rows = image_chats(tmp_path)
     rows[0]["messages"].insert(0, {"role": "system", "content": "Be brief \U0001f600."})
@@ -240,6 +242,8 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         (rows / "note.png").write_text("no image")
         _refused(match, rows, [_chat(content, words(" what"))])
     _refused("more images than", rows, [{**_chat(words("what")), "images": ["b.png"]}])
+    both = {"image": "b.png", "images": ["b.png"]}
+    _refused("columns image and images", rows, [{**_chat(words("<image> what")), **both}])
     _refused("beside text that no template", rows, [{"text": "a", "image": "b.png"}])
     _refused("message 0 has an image, and only text", rows, [_chat(part("b.png"))], images=None)
     _refused(
@@ -248,6 +252,25 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         [_chat(part("b.png"))],
         images=ImageOptions(processor_options={"sizes": 3}),
     )
+
+
+def test_processors_that_cannot_be_used_are_refused_at_the_start(tmp_path: Path) -> None:
+    for family, match in (
+        ("pixtral", "requires the Torchvision library.*--index-url"),
+        ("smolvlm", "num2words"),
+        ("paligemma", "PaliGemmaProcessor adds tokens of its own"),
+    ):
+        folder = make_image_folder(family, tmp_path)
+        data = FinetuneDataModule(
+            write_image_rows(tmp_path, 1), sequence_length=64, batch_size=1, images=ImageOptions()
+        )
+        data.use_model(HuggingFaceModule(str(folder)))
+        if family == "pixtral" and importlib.util.find_spec("torchvision"):
+            continue
+        if family == "smolvlm" and importlib.util.find_spec("num2words"):
+            continue
+        with pytest.raises(ConfigError, match=match):
+            _ = data.template
 
 
 def test_a_huge_image_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
