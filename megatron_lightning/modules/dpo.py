@@ -247,6 +247,7 @@ class DPOModule(ReferencedModule):
 
     def on_predict_start(self) -> None:
         """Forget the scores of an earlier prediction."""
+        super().on_predict_start()
         self._scored = {}
 
     def on_predict_batch_end(self, outputs: Any, *_: Any, **__: Any) -> None:

@@ -199,6 +199,22 @@ class LanguageModule(LightningModule):
             self._frozen_parameters.apply(model)
         return model if self.peft is None else self.peft.apply(model)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Begin to round weights, or not yet."""
+        QAT.follow(self, self.trainer.global_step)
+
+    def on_validation_start(self) -> None:
+        """Round weights as servers do."""
+        QAT.follow(self, None)
+
+    def on_test_start(self) -> None:
+        """Do as :meth:`on_validation_start`."""
+        QAT.follow(self, None)
+
+    def on_predict_start(self) -> None:
+        """Do as :meth:`on_validation_start`."""
+        QAT.follow(self, None)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Describe the adapters, for tools reading checkpoints. Leave out frozen weights in few
         bits, because the base has the same weights.

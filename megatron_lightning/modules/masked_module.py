@@ -179,6 +179,7 @@ class MaskedLanguageModule(FolderModule):
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Count the tokens in the loss of all data-parallel ranks, if the loss has classes too."""
+        super().on_train_batch_start(batch, batch_idx)
         self._tokens_per_sample = None
         if self.has_class and self.calculate_per_token_loss:
             counts = torch.stack([batch["loss_mask"].sum(), _size(batch)]).float()

@@ -34,7 +34,10 @@ from megatron_lightning.planning.ledger.adapter_memory import AdaptedState, Adap
 from megatron_lightning.planning.ledger.layer_tapes import DeviceKind, Sizes
 from megatron_lightning.planning.ledger.optimizer_memory import State, state_of_units
 from megatron_lightning.planning.ledger.precision_bytes import precision_of
-from megatron_lightning.planning.ledger.quantized_weights import cached_weight_bytes
+from megatron_lightning.planning.ledger.quantized_weights import (
+    cached_weight_bytes,
+    count_matrices,
+)
 from megatron_lightning.planning.ledger.rank_parameters import split_stages
 from megatron_lightning.planning.search.unit_cache import LikeUnits
 from megatron_lightning.precision.recipes import FP8Recipe
@@ -134,6 +137,8 @@ class Training:
     recompute: RecomputeOptions
     adapters: AdapterSizes | None = None
     """Trained adapters of a frozen model. None: all parameters are trained."""
+    rounds_weights: bool = False
+    """Whether the forward rounds the weights of blocks."""
 
 
 def memory(
@@ -249,7 +254,11 @@ def count_memory(
         units = [unit for stage in own for unit in stage]
         if training.data_parallel == "fsdp" or sizes.compiled:
             return 0.0
-        return sum(cached_weight_bytes(config, sizes.layout, unit, recipe) for unit in units)
+        cached = sum(cached_weight_bytes(config, sizes.layout, unit, recipe) for unit in units)
+        if training.rounds_weights:
+            count = sum(count_matrices(config, sizes.layout, unit) for unit in units)
+            cached += sizes.precision.compute_bytes * count
+        return cached
 
     # Stages with equal units have equal profiles: computed once, since a search asks for thousands
     # of layouts.

@@ -49,6 +49,8 @@ class PlannedRun:
     recompute: RecomputeOptions
     schedule: str | list[str]
     compile: CompileScope | None
+    rounds_weights: bool = False
+    """Whether the forward rounds the weights of blocks (``qat``)."""
 
     @property
     def num_nodes(self) -> int:

@@ -83,5 +83,6 @@ def recipe_memory(
         data=recipe.data,
         recompute=recipe.recompute,
         adapters=recipe.adapters,
+        rounds_weights=recipe.rounds_weights,
     )
     return count_memory(sizes, training, table, stages)

@@ -21,7 +21,6 @@ an expert to full blocks.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,27 +40,13 @@ from megatron_lightning.precision.groups import (
     padded_counts,
 )
 from megatron_lightning.precision.hadamard import rotate
+from megatron_lightning.precision.kept_weight import KeptWeight
 from megatron_lightning.precision.quantization import TwoLevelScales, block_of, encode
 from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.precision.scaling import Block, amax_of_matrices, values_of
 
 _Operands = dict[bool, tuple[Operand, Tensor | None]]
 """Whether the operand is the second -> operand and, with delayed scaling, amax."""
-
-
-class _Weight(NamedTuple):
-    """Operands of a weight, valid until the weight changes."""
-
-    source: Tensor
-    """Keeps the memory alive, so that no other tensor can reuse the address."""
-    version: int
-    operands: _Operands
-
-    def is_same(self, weight: Tensor) -> bool:
-        """Return whether a tensor has the same memory and version."""
-        source = self.source
-        is_equal = weight.data_ptr() == source.data_ptr() and weight.shape == source.shape
-        return is_equal and weight._version == self.version
 
 
 class EmulatedGemm(Gemm):
@@ -101,7 +86,7 @@ class EmulatedGemm(Gemm):
         """Whether quantized data of the weight is cached for the other micro-batches of a pipeline
         run, until :meth:`forget_weight`.
         """
-        self._weight: _Weight | None = None
+        self._weight: KeptWeight | None = None
         # Of a weight stored as quantized data.
         self._weight_scales: Tensor | None = None
         self._weight_amax: Tensor | None = None
@@ -183,9 +168,9 @@ class EmulatedGemm(Gemm):
         keeps = keeps and not isinstance(weight, StoredWeight)  # has data of its own
         if torch.compiler.is_compiling() or not keeps:
             return {}
-        if self._weight is None or not self._weight.is_same(weight):
-            self._weight = _Weight(weight.detach(), weight._version, {})
-        return self._weight.operands
+        if self._weight is None or not self._weight.is_of(weight):
+            self._weight = KeptWeight.of(weight)
+        return self._weight.values
 
     def _note(self, amax: Tensor | None, role: Role, *, first: bool) -> None:
         if amax is not None and self.notes and first:

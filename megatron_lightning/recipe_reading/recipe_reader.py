@@ -91,6 +91,8 @@ def read_recipe(
         "recompute": settings.recompute or RecomputeOptions(),
         "schedule": settings.pipeline_schedule,
         "compile": settings.compile,
+        "rounds_weights": read_object(sections.get("model"), "model", errors)[1].get("qat")
+        is not None,
     }
     if isinstance(model, TransformerConfig):
         return Recipe(model=model, **run)

@@ -32,6 +32,7 @@ from megatron_lightning.step.values.sequence_parts import SequenceParts
 from megatron_lightning.step.written_weights import WrittenWeights
 from megatron_lightning.strategies.step.loaders.consumed_samples import ConsumedSamples
 from megatron_lightning.strategies.step.precision_contexts import PrecisionContexts, UnitOrder
+from megatron_lightning.strategies.step.rounded_weights import RoundedWeights
 from megatron_lightning.strategies.step.training import Training
 
 
@@ -80,6 +81,7 @@ def step_participants(
     if parts.sequence is not None:
         yield parts.sequence
     yield PrecisionContexts(scope)
+    yield from RoundedWeights.of(scope)
     if partition is None:
         yield UnitOrder(scope)
     if not options.is_native:

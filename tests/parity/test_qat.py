@@ -83,8 +83,10 @@ def test_a_layout_equals_one_process(
     ((expected, norms),) = run_ranks(1, train, one, kind, folders[name], qat)
     results = run_ranks(tried.ranks, train, tried, kind, folders[name], qat)
     losses = [sum(step) / len(step) for step in zip(*(own for own, _ in results), strict=True)]
-    # fp32, sums in another order: 1e-7 and 2e-7, but where a weight on the border between two codes
-    # has another last bit (fp8_tensor over two ranks, 8e-6).
-    tolerance = 1e-5 if layout.startswith("tp2") and qat != "nvfp4" else 1e-6
+    # fp32, sums in another order: 1e-7 and 2e-7. With these two, weights on the border between two
+    # codes have another last bit, and round to the other code: 7 and 1 of 294,912 after 4 steps.
+    # The losses of the weights themselves differ by 1e-7 and 3e-8.
+    has_flips = layout in ("tp2", "tp2-sp") and qat in ("fp8_tensor", "int8")
+    tolerance = 1e-5 if has_flips else 1e-6
     assert losses == pytest.approx(expected, rel=tolerance)
     assert results[0][1] == pytest.approx(norms, rel=tolerance)

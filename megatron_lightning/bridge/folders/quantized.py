@@ -27,6 +27,7 @@ from megatron_lightning.bridge.folders.folder import FolderTensors
 from megatron_lightning.bridge.folders.new_files import new_files
 from megatron_lightning.bridge.folders.safetensors_file import StoredTensor
 from megatron_lightning.bridge.low_bit.reading import dequantized
+from megatron_lightning.bridge.low_bit.stacks import STACKED_EXPERTS, stacked
 from megatron_lightning.bridge.tensors.lazy import Lazy
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.errors import CheckpointError, ConfigError
@@ -64,7 +65,8 @@ class DequantizedFolder(FolderTensors):
                 "in bf16: model.save_pretrained(folder)."
             )
         dequantize = {"fp8": _fp8, "mxfp4": _mxfp4}.get(str(method), dequantized)
-        self._made = dequantize(folder, settings)
+        config = json.loads(folder.files.contents[CONFIG])
+        self._made = stacked(dequantize(folder, settings), config.get(STACKED_EXPERTS, ()))
         table = {name: (tuple(x.shape), x.dtype) for name, x in self._made.items()}
         files = new_files(table)
         for file, header in files.headers.items():
@@ -103,6 +105,7 @@ def _dequantized_files(files: KeptFiles, index: bytes | None) -> KeptFiles:
     contents = {name: c for name, c in files.contents.items() if name not in left_out}
     config = json.loads(contents[CONFIG])
     del config["quantization_config"]
+    config.pop(STACKED_EXPERTS, None)
     config |= dict.fromkeys({"dtype", "torch_dtype"} & set(config) or {"dtype"}, "bfloat16")
     add_rope_schema(config)
     contents[CONFIG] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,13 +28,14 @@ from megatron_lightning.bridge.low_bit.schemes import (
     table_of_layer,
     tensors_of_layer,
 )
+from megatron_lightning.bridge.low_bit.stacks import STACKED_EXPERTS, separable, separated
 from megatron_lightning.bridge.tensors.lazy import Lazy
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.file_names import CONFIG, MODELOPT_CONFIG, WEIGHTS_INDEX
 from megatron_lightning.parallel.shards.spec import Box
 from megatron_lightning.precision.served.selection import place_in_block, served_in
-from megatron_lightning.precision.served.values import Encoded, encode, fused_with
+from megatron_lightning.precision.served.values import Encoded, encode, fused_paths
 
 _WEIGHT = ".weight"
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.[^.]+$")
@@ -43,20 +44,24 @@ _OF_EXPERT = re.compile(r"\.experts\.\d+\.[^.]+$")
 class ServedLayers(NamedTuple):
     """The layers of a folder, by their paths."""
 
+    tensors: Mapping[str, Lazy]
+    """The folder's tensors, with a matrix for every expert."""
     quantized: list[str]
-    ignored: list[str]
+    ignored: Sequence[str] = ()
     """Other layers with a matrix."""
-    stacked: list[str]
+    stacks: Sequence[str] = ()
+    """Names of the tensors that stacked those experts."""
+    stacked: Sequence[str] = ()
     """Names of tensors that stack the matrices of experts, which keep their values."""
 
 
-def _listed(names: list[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     return (", ".join(names[:4]) + (f" and {len(names) - 4} more" * (len(names) > 4))) or "none"
 
 
 def served_layers(
     files: KeptFiles,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Lazy],
     chosen: Collection[str] | None = None,
     *,
     trust_remote_code: bool = False,
@@ -77,13 +82,17 @@ def served_layers(
         with torch.device("meta"):
             module: nn.Module = model.model_class(model.config)
     found = dict(module.named_modules())
+    served = served_in(module)
     linears = {path for path, child in found.items() if isinstance(child, nn.Linear)}
-    in_text = [path for path in served_in(module).layers if path in linears]
+    in_text = [path for path in served.layers if path in linears]
     # From the list of blocks on, since prefixes of folders and models differ.
-    tails, blocks = (
-        {place_in_block(path) for path in in_text},
-        {place_in_block(path)[0] for path in found},
-    )
+    tails = {place_in_block(path) for path in in_text}
+    blocks = {place_in_block(path)[0] for path in found}
+    stacks = separable(tensors, {"".join(place_in_block(path)) for path in served.stacks})
+    if chosen is not None:
+        stacks = [name for name in stacks if name in chosen]
+        chosen = {*separated({name: tensors[name] for name in chosen}, stacks)}
+    tensors = separated(tensors, stacks)
     embeddings = {path for path, child in found.items() if isinstance(child, nn.Embedding)}
     matrices = [
         path
@@ -109,8 +118,8 @@ def served_layers(
         path for path in linears if place_in_block(path) not in done or not place_in_block(path)[0]
     }
     ignored |= {*matrices} - {*quantized}
-    stacked = [name for name, x in tensors.items() if x.ndim == 3 and ".experts." in name]
-    return ServedLayers(quantized, sorted(ignored), stacked)
+    kept = [name for name, x in tensors.items() if x.ndim == 3 and ".experts." in name]
+    return ServedLayers(tensors, quantized, sorted(ignored), stacks, kept)
 
 
 class QuantizedFolder(FolderTensors):
@@ -118,9 +127,8 @@ class QuantizedFolder(FolderTensors):
 
     Args:
         folder: The folder with the other files.
-        tensors: The folder's tensors.
-        recipe: Format, scheme and choice of scales.
-        layers: The layers.
+        recipes: Path of a quantized layer -> format, scheme and choice of scales. One scheme.
+        layers: The layers, and the folder's tensors.
         device: Device on which weights are read and rounded. None: the CPU.
 
     Raises:
@@ -130,20 +138,20 @@ class QuantizedFolder(FolderTensors):
     def __init__(
         self,
         folder: FolderTensors,
-        tensors: Mapping[str, Lazy],
-        recipe: Recipe,
+        recipes: Mapping[str, Recipe],
         layers: ServedLayers,
         device: torch.device | None = None,
     ) -> None:
         super().__init__(folder.path)
         self._device = device
-        self._tensors, self._recipe, self._layers = tensors, recipe, layers
+        self._tensors, self._recipes, self._layers = layers.tensors, recipes, layers
         self._paths = frozenset(layers.quantized)
+        self._scheme = recipes[layers.quantized[0]].scheme
         self._check_sizes()
         self._amax: dict[tuple[str, ...], Tensor | None] = {}
         self._latest: tuple[str, dict[str, Tensor]] = ("", {})
         self._made: dict[str, Lazy] = {}
-        for name, x in tensors.items():
+        for name, x in self._tensors.items():
             path = name.removesuffix(_WEIGHT)
             self._made |= self._of_layer(path, x) if path in self._paths else {name: x}
         files = new_files({name: (tuple(x.shape), x.dtype) for name, x in self._made.items()})
@@ -153,13 +161,14 @@ class QuantizedFolder(FolderTensors):
 
     def describe(self) -> str:
         """Return a sentence about what is written."""
-        form, layers = self._recipe.form, self._layers
+        layers = self._layers
+        names = sorted({recipe.form.name for recipe in self._recipes.values()})
         count = sum(self._tensors[f"{path}{_WEIGHT}"].numel() for path in layers.quantized)
         made = (x for name, x in self._made.items() if name.rpartition(".")[0] in self._paths)
         size = sum(x.nbytes for x in made)
         stacked = f" Experts stay stacked, as they are: {_listed(layers.stacked)}."
         return (
-            f"{len(layers.quantized)} layers in {form.name} ({self._recipe.scheme}), "
+            f"{len(layers.quantized)} layers in {' and '.join(names)} ({self._scheme}), "
             f"{8 * size / count:.3f} bits a weight. Left as they are: {_listed(layers.ignored)}."
             f"{stacked if layers.stacked else ''}"
         )
@@ -167,7 +176,7 @@ class QuantizedFolder(FolderTensors):
     @property
     def settings(self) -> dict[str, Any]:
         """``quantization_config`` of config.json."""
-        return config_entry(self._recipe, self._layers.ignored)
+        return config_entry(self._recipes, self._layers.ignored)
 
     @property
     def files(self) -> KeptFiles:
@@ -178,18 +187,16 @@ class QuantizedFolder(FolderTensors):
         self._made[stored.name].fill(box, out)
 
     def _check_sizes(self) -> None:
-        form = self._recipe.form
         shapes = {path: self._tensors[f"{path}{_WEIGHT}"].shape for path in sorted(self._paths)}
-        misfits = {path: x for path, (_, x) in shapes.items() if form.misfit(x) is not None}
-        for path, columns in misfits.items():
+        reasons = {path: self._recipes[path].form.misfit(x) for path, (_, x) in shapes.items()}
+        misfits = {path: reason for path, reason in reasons.items() if reason is not None}
+        for path, reason in misfits.items():
             others = f", as in {len(misfits) - 1} other layers" if len(misfits) > 1 else ""
-            raise ConfigError(
-                f"{path}{_WEIGHT} of shape {list(shapes[path])}{others}: {form.misfit(columns)}."
-            )
+            raise ConfigError(f"{path}{_WEIGHT} of shape {list(shapes[path])}{others}: {reason}.")
 
     def _of_layer(self, path: str, weight: Lazy) -> dict[str, Lazy]:
         rows, columns = weight.shape
-        table = table_of_layer(rows, columns, self._recipe)
+        table = table_of_layer(rows, columns, self._recipes[path])
         return {
             f"{path}.{name}": Lazy(shape, dtype, partial(self._fill_part, path, name))
             for name, (shape, dtype) in table.items()
@@ -197,7 +204,7 @@ class QuantizedFolder(FolderTensors):
 
     def _fill_part(self, path: str, name: str, box: Box, out: Tensor) -> None:
         if self._latest[0] != path:  # tensors of a layer are written one after the other
-            self._latest = (path, tensors_of_layer(self._encoded(path), self._recipe))
+            self._latest = (path, tensors_of_layer(self._encoded(path), self._recipes[path]))
         out.copy_(self._latest[1][name][box.slices])
 
     def _encoded(self, path: str) -> Encoded:
@@ -207,15 +214,15 @@ class QuantizedFolder(FolderTensors):
                 f"{path}{_WEIGHT} has values that are NaN or infinite, for which no scale exists. "
                 "Export an earlier checkpoint."
             )
-        return encode(weight, self._recipe.form, self._shared_amax(path), fit=self._recipe.fit)
+        form, _, fit = self._recipes[path]
+        return encode(weight, form, self._shared_amax(path), fit=fit)
 
     def _shared_amax(self, path: str) -> Tensor | None:
         """Return the amax of all matrices that servers fuse with a layer's."""
-        form = self._recipe.form
+        form = self._recipes[path].form
         if not form.is_of_matrix:
             return None
-        parent, _, name = path.rpartition(".")
-        fused = tuple(other for n in fused_with(name) if (other := f"{parent}.{n}") in self._paths)
+        fused = tuple(other for other in fused_paths(path) if other in self._paths)
         if fused not in self._amax:
             each = [form.shared_amax(self._weight(other)) for other in fused]
             self._amax[fused] = torch.stack([x for x in each if x is not None]).amax(0)
@@ -244,10 +251,13 @@ class QuantizedFolder(FolderTensors):
         config["quantization_config"] = self.settings
         dtype = str(self._dtype_of_others()).removeprefix("torch.")
         config |= dict.fromkeys({"dtype", "torch_dtype"} & set(config) or {"dtype"}, dtype)
+        if self._layers.stacks:
+            config[STACKED_EXPERTS] = list(self._layers.stacks)
         add_rope_schema(config)
         contents[CONFIG] = _json(config)
-        if self._recipe.scheme == "modelopt":
-            contents[MODELOPT_CONFIG] = _json(modelopt_file(self._recipe.form, ignore))
+        if self._scheme == "modelopt":
+            form = self._recipes[self._layers.quantized[0]].form
+            contents[MODELOPT_CONFIG] = _json(modelopt_file(form, ignore))
         return KeptFiles(contents if index is None else {**contents, WEIGHTS_INDEX: index})
 
 

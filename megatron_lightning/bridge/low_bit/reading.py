@@ -14,7 +14,7 @@ The tensors beside a layer's codes say the format:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -125,13 +125,19 @@ def _block(
 ) -> tuple[int, int]:
     """Return the values of a scale along both dims."""
     grid = (1, 1) if scales.numel() == 1 else tuple(scales.shape)
-    named = sizes if sizes is not None and len(sizes) == len(shape) else (None, None)
-    block = tuple(
-        extent if count == 1 else size or max(1, extent // max(1, count))
-        for extent, count, size in zip(shape, grid, named, strict=True)
-    ) if len(grid) == len(shape) else ()  # fmt: skip
-    expected = tuple(-(-extent // size) for extent, size in zip(shape, block, strict=False))
-    if expected != grid:
+    # A folder of several formats names the blocks of one of them, and others divide the weight.
+    tried: list[Sequence[int | None]] = [(None, None)]
+    if sizes is not None and len(sizes) == len(shape):
+        tried.insert(0, sizes)
+    for named in tried:
+        block = tuple(
+            extent if count == 1 else size or max(1, extent // max(1, count))
+            for extent, count, size in zip(shape, grid, named, strict=True)
+        ) if len(grid) == len(shape) else ()  # fmt: skip
+        expected = tuple(-(-extent // size) for extent, size in zip(shape, block, strict=False))
+        if expected == grid:
+            break
+    else:
         raise CheckpointError(
             f"{folder.path}: {name} of {list(shape)} values has scales of shape "
             f"{list(scales.shape)}, which are not those of its format. Download or restore the "

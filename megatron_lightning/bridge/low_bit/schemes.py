@@ -123,11 +123,20 @@ def _count(extent: int, size: int | None) -> int:
     return 1 if size is None else -(-extent // size)
 
 
-def config_entry(recipe: Recipe, ignore: Sequence[str]) -> dict[str, Any]:
-    """Return ``quantization_config`` of config.json."""
-    form = recipe.form
-    if recipe.scheme == "modelopt":
-        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": form.group_size}
+def config_entry(recipes: Mapping[str, Recipe], ignore: Sequence[str]) -> dict[str, Any]:
+    """Return ``quantization_config`` of config.json.
+
+    Args:
+        recipes: Path of a layer -> recipe.
+        ignore: Paths of the other layers.
+    """
+    paths: dict[Recipe, list[str]] = {}
+    for path, recipe in recipes.items():
+        paths.setdefault(recipe, []).append(path)
+    first = next(iter(paths))
+    if first.scheme == "modelopt":
+        size = first.form.group_size
+        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": size}
         return {
             "quant_method": "modelopt",
             "quant_algo": "W4A16_NVFP4",
@@ -135,22 +144,30 @@ def config_entry(recipe: Recipe, ignore: Sequence[str]) -> dict[str, Any]:
             "ignore": list(ignore),
             "producer": dict(_PRODUCER),
         }
-    kind = _KINDS.get(form.name, "naive-quantized")
-    group = {
-        "targets": ["Linear"],
-        "weights": _weights(form),
-        "input_activations": None,
-        "output_activations": None,
-        "format": kind,
-    }
+    # One group is all linear layers but those in ignore. Of several, each lists its layers.
+    groups = [
+        {
+            "targets": ["Linear"] if len(paths) == 1 else own,
+            "weights": _weights(recipe.form),
+            "input_activations": None,
+            "output_activations": None,
+            "format": _kind(recipe),
+        }
+        for recipe, own in paths.items()
+    ]
+    kinds = {_kind(recipe) for recipe in paths}
     return {
         "quant_method": "compressed-tensors",
-        "format": kind,
+        "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
         "ignore": list(ignore),
         "kv_cache_scheme": None,
     }
+
+
+def _kind(recipe: Recipe) -> str:
+    return _KINDS.get(recipe.form.name, "naive-quantized")
 
 
 def modelopt_file(form: ServedFormat, ignore: Sequence[str]) -> dict[str, Any]:

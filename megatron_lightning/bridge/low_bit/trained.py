@@ -12,6 +12,7 @@ from megatron_lightning.bridge.folders.folder import FolderTensors
 from megatron_lightning.bridge.low_bit.export import QuantizedFolder, ServedLayers, served_layers
 from megatron_lightning.bridge.low_bit.reading import dequantized
 from megatron_lightning.bridge.low_bit.schemes import Recipe, Scheme
+from megatron_lightning.bridge.low_bit.stacks import parts_of, separated, stacked
 from megatron_lightning.bridge.tensors.lazy import Fill, Lazy
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.precision.served.qat import QAT, Record
@@ -23,6 +24,7 @@ class TrainedWeights(NamedTuple):
     """The weights that the forward of a training rounded, by their names in the folder."""
 
     qat: QAT
+    forms: Mapping[str, ServedFormat]
     tensors: Mapping[str, Lazy]
     """Not rounded, in the dtype in which the forward rounds."""
 
@@ -35,13 +37,14 @@ class TrainedWeights(NamedTuple):
             fills: Name in the model -> function that fills boxes of the parameter.
             record: What the checkpoint says of the rounding.
         """
-        names = {
-            name
+        forms = {
+            name: form
             for name, pieces in plan.pieces.items()
             if pieces and all(_is_rounded(piece.parameter, record.served) for piece in pieces)
+            if (form := record.qat.form_of(pieces[0].parameter.rpartition(".")[0]))
         }
         exact = plan.tensors(fills, record.dtype)
-        return cls(record.qat, {name: x for name, x in exact.items() if name in names})
+        return cls(record.qat, forms, {name: x for name, x in exact.items() if name in forms})
 
     def folder(
         self,
@@ -60,12 +63,21 @@ class TrainedWeights(NamedTuple):
             trust_remote_code: Whether code in the folder may run.
 
         Raises:
-            ConfigError: If the folder stacks matrices that were rounded one by one.
+            ConfigError: If the scheme lacks a format, or servers have no form of such experts.
         """
+        tensors = {**tensors, **self.tensors}
         layers = served_layers(
             like.files, tensors, self.tensors.keys(), trust_remote_code=trust_remote_code
         )
-        return self._quantized(like, tensors, layers, scheme)
+        left = {name for name in layers.stacked if name in self.tensors}
+        if left:
+            name = min(left)
+            raise ConfigError(
+                f"{name} of shape {list(self.tensors[name].shape)} was trained with "
+                f"{len(left)} such stacks rounded matrix by matrix, and servers load no such "
+                "experts in few bits. Write it in bf16: --quantize none."
+            )
+        return self._quantized(like, layers, scheme)
 
     def values(
         self, like: FolderTensors, tensors: Mapping[str, Lazy], device: torch.device | None = None
@@ -76,32 +88,33 @@ class TrainedWeights(NamedTuple):
             like: Folder with the other files.
             tensors: All tensors of the folder.
             device: Device on which weights are read and rounded. None: the CPU.
-
-        Raises:
-            ConfigError: As :meth:`folder`.
         """
-        paths = [name.removesuffix(".weight") for name in self.tensors]
-        folder = self._quantized(like, tensors, ServedLayers(paths, [], []), device=device)
-        values = dequantized(folder, folder.settings)
-        return {name: _in_dtype(values[name], x.dtype) for name, x in tensors.items()}
+        stacks = [name for name, x in self.tensors.items() if x.ndim == 3]
+        own = separated(self.tensors, stacks)
+        paths = [name.removesuffix(".weight") for name in own]
+        folder = self._quantized(like, ServedLayers(own, paths, stacks=stacks), device=device)
+        values = stacked(dequantized(folder, folder.settings), stacks)
+        return {
+            name: _in_dtype(values[name], x.dtype) if name in values else x
+            for name, x in tensors.items()
+        }
 
     def _quantized(
         self,
         like: FolderTensors,
-        tensors: Mapping[str, Lazy],
         layers: ServedLayers,
         scheme: Scheme = "compressed-tensors",
         device: torch.device | None = None,
     ) -> QuantizedFolder:
-        stacked = [name for name, x in self.tensors.items() if x.ndim != 2]
-        if stacked:
-            raise ConfigError(
-                f"{stacked[0]} of shape {list(self.tensors[stacked[0]].shape)} was trained with "
-                f"{len(stacked)} such stacks rounded matrix by matrix, and the folder has no layer "
-                "for each matrix. Write it in bf16: --quantize none."
-            )
-        recipe = Recipe.of(self.qat.weights, self.qat.group_size, scheme)
-        return QuantizedFolder(like, {**tensors, **self.tensors}, recipe, layers, device)
+        forms = dict(self.forms)
+        for name in layers.stacks:
+            form, count = forms.pop(name), len(self.tensors[name])
+            forms |= {part: form for parts in parts_of(name, count) for part in parts}
+        recipes = {
+            name.removesuffix(".weight"): Recipe.of(form.name, form.group_size, scheme)
+            for name, form in forms.items()
+        }
+        return QuantizedFolder(like, recipes, layers, device)
 
 
 Asked = tuple[ServedName | Literal["none"] | None, int | None, Scheme, Fit]
@@ -122,9 +135,9 @@ def quantized_folder(
         ConfigError: If an option does nothing, or would change the values of the trained forward.
     """
     name, group_size, scheme, fit = asked
-    own = None if trained is None else (trained.qat.weights, trained.qat.form.group_size)
     if trained is not None and name != "none" and fit == "max":
-        wanted = own if name is None else (name, ServedFormat.of(name, group_size).group_size)
+        own = {*trained.forms.values()}
+        wanted = own if name is None else {ServedFormat.of(name, group_size)}
         if wanted == own and (name is not None or group_size is None):
             return trained.folder(like, tensors, scheme, trust_remote_code=trusts)
     if name is None or name == "none":
@@ -136,7 +149,7 @@ def quantized_folder(
         return None
     recipe = Recipe.of(name, group_size, scheme, fit)
     layers = served_layers(like.files, tensors, trust_remote_code=trusts)
-    return QuantizedFolder(like, tensors, recipe, layers)
+    return QuantizedFolder(like, dict.fromkeys(layers.quantized, recipe), layers)
 
 
 def _in_dtype(values: Lazy, dtype: torch.dtype) -> Lazy:

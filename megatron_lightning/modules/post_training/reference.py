@@ -93,10 +93,12 @@ class ReferencedModule(ObjectiveModule):
 
     def on_validation_start(self) -> None:
         """Keep the first values of the adapters as the reference."""
+        super().on_validation_start()
         self.keep_first()
 
     def on_test_start(self) -> None:
         """Keep the first values of the adapters as the reference."""
+        super().on_test_start()
         self.keep_first()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -74,6 +74,13 @@ def cached_weight_bytes(
     return cached
 
 
+def count_matrices(config: TransformerConfig, layout: ParallelLayout, unit: str) -> int:
+    """Return the weights of the linear layers of a block on a rank. 0: the unit is no block."""
+    if kind_of(config, unit) is None:
+        return 0
+    return sum(count.total for _, count in _matrices(config, layout, unit))
+
+
 def _matrices(
     config: TransformerConfig, layout: ParallelLayout, unit: str
 ) -> Iterator[tuple[str, ParameterCount]]:

@@ -123,12 +123,22 @@ class MeasuredLayout:
         message = max(messages, default=0.0)
         rows = []
         for pp_rank in range(recipe.layout.pp):
-            state = self._state(self._units_of(pp_rank))
+            units = self._units_of(pp_rank)
+            state = self._state(units)
             peak = rank_peak(
                 schedule, pp_rank, profiles, message_bytes=message, stream_bytes=message
             )
+            peak += self._rounded_bytes(units)
             rows.append(RankMemory.of_state(pp_rank, state, peak, schedule.in_flight[pp_rank]))
         return Memory(tuple(rows))
+
+    def _rounded_bytes(self, units: Sequence[str]) -> float:
+        """Return the bytes of the rounded weights of a pipeline run. Norms count, too."""
+        recipe = self._recipe
+        if not recipe.rounds_weights or recipe.data_parallel == "fsdp":
+            return 0.0
+        size = precision_of(recipe.precision).compute_bytes
+        return float(size * sum(self._counts[unit] for unit in units))
 
     def _state(self, units: Sequence[str]) -> State:
         recipe = self._recipe

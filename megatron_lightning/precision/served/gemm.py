@@ -20,6 +20,7 @@ from megatron_lightning.layers.linear.gemm import Gemm, Operand
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.shards.spec import ShardSpec
+from megatron_lightning.precision.served.rounding import Rounding
 from megatron_lightning.precision.served.values import ServedFormat, encode
 
 
@@ -30,6 +31,7 @@ class ServedGemm(Gemm):
         form: The format.
         path: Path of the layer, for messages.
         layers: All layers that servers multiply as one matrix, with the gemm's first.
+        rounding: Switch of the model.
         one_by_one: See the base class.
         rounded_as: Dtype of a weight before it is rounded. None: that of the GEMM.
     """
@@ -41,11 +43,13 @@ class ServedGemm(Gemm):
         form: ServedFormat,
         path: str,
         layers: tuple[nn.Module, ...],
+        rounding: Rounding,
         *,
         one_by_one: bool = False,
         rounded_as: torch.dtype | None = None,
     ) -> None:
         super().__init__(one_by_one=one_by_one)
+        self.rounding = rounding
         self.rounded_as = rounded_as
         self.form = form
         self.path = path
@@ -56,6 +60,11 @@ class ServedGemm(Gemm):
 
     def value(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the rounded weight in ``dtype``. See the base class."""
+        if not self.rounding.is_on:
+            return weight
+        return self.rounding.value(self.path, weight, dtype, lambda: self._value(weight, dtype))
+
+    def _value(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
             weight = weight.detach().to(self.rounded_as or dtype)
             amax = self._shared_amax(weight)
@@ -140,12 +149,16 @@ class ServedStack:
         form: The format.
         path: Path of the module, for messages.
         names: The parameters [E, out, in].
+        rounding: Switch of the model.
     """
 
-    def __init__(self, form: ServedFormat, path: str, names: tuple[str, ...]) -> None:
+    def __init__(
+        self, form: ServedFormat, path: str, names: tuple[str, ...], rounding: Rounding
+    ) -> None:
         self.form = form
         self.path = path
         self.names = names
+        self.rounding = rounding
 
     def attach(self, module: nn.Module) -> None:
         """Add the hooks to the module."""
@@ -154,15 +167,25 @@ class ServedStack:
 
     def set_values(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook: make the names hold rounded values."""
-        for name in self.names:
+        for name in self.names if self.rounding.is_on else ():
             weight: Any = module._parameters[name]
             self._check(module, name)
-            device = weight.device.type
-            dtype = weight.dtype
-            if torch.is_autocast_enabled(device):
-                dtype = torch.get_autocast_dtype(device)
             # Before _parameters, which keep the parameter, in the lookup of an attribute.
-            vars(module)[name] = _StraightThrough.apply(weight, self.form, dtype)  # type: ignore[no-untyped-call]
+            vars(module)[name] = self._value(name, weight)
+
+    def _value(self, name: str, weight: Tensor) -> Tensor:
+        device, dtype = weight.device.type, weight.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+
+        @torch.no_grad()
+        def rounded() -> Tensor:
+            values = encode(weight.detach().to(dtype), self.form).values(self.form)
+            return values.to(weight.dtype)
+
+        value = self.rounding.value(f"{self.path}.{name}", weight, weight.dtype, rounded)
+        result: Tensor = _StraightThrough.apply(weight, value)  # type: ignore[no-untyped-call]
+        return result
 
     def remove_values(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook: make the names hold parameters again."""
@@ -183,9 +206,9 @@ class _StraightThrough(torch.autograd.Function):
     """Rounded values of a weight, with the gradient passed on."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, form: ServedFormat, dtype: torch.dtype) -> Tensor:
-        return encode(weight.to(dtype), form).values(form).to(weight.dtype)
+    def forward(ctx: Any, weight: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

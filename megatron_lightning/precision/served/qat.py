@@ -3,7 +3,7 @@
 What was applied to a model stands in its checkpoints under ``"qat"``, by the model's path in the
 LightningModule:
 
-    weights, group_size, modules     fields of :class:`QAT`
+    weights, group_size, modules, ...  fields of :class:`QAT`
     layers      paths of the rounded layers
     stacks      path of a module of experts -> its rounded parameters
     dtype       dtype in which values are rounded
@@ -11,20 +11,22 @@ LightningModule:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.layers.adapters.adaptable import adapt
 from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.parallel.shards.patterns import compile_pattern, describe_unused
 from megatron_lightning.precision.served.gemm import ServedGemm, ServedStack
+from megatron_lightning.precision.served.rounding import Rounding
 from megatron_lightning.precision.served.selection import Served, served_in
-from megatron_lightning.precision.served.values import ServedFormat, ServedName, fused_with
+from megatron_lightning.precision.served.values import NAMES, ServedFormat, ServedName, fused_paths
 
 QAT_RECORD = "qat"
 """Entry of a checkpoint's state."""
@@ -38,6 +40,8 @@ class Record(NamedTuple):
     qat: QAT
     served: Served
     dtype: torch.dtype
+    rounding: Rounding | None = None
+    """The switch of the model. None: the record is of a checkpoint."""
 
     def entry(self) -> dict[str, Any]:
         """Return plain values."""
@@ -52,26 +56,39 @@ class QAT:
 
     Args:
         weights: Format of the weights.
-        group_size: Values of a scale, with ``weights="int4"``: 128, 64 or 32.
-        modules: Pattern of layer paths in the model -> "bf16": layers that are not rounded.
+        group_size: Values of a scale of layers in int4: 128, 64 or 32.
+        modules: Pattern of layer paths in the model -> another format, or "bf16": not rounded. The
+            first pattern that matches a path decides.
+        fake_quant_after_n_steps: Optimizer steps until a training rounds. Evaluations always round.
 
     Raises:
-        ConfigError: If the format is unknown, or ``modules`` names another value.
+        ConfigError: If a format is unknown, or the number of steps is negative.
     """
 
     weights: ServedName = "nvfp4"
     group_size: int | None = None
     modules: Mapping[str, str] = field(default_factory=dict)
+    fake_quant_after_n_steps: int = 0
 
     def __post_init__(self) -> None:
         """Check the values."""
-        ServedFormat.of(self.weights, self.group_size)
+        names = [self.weights, *self.modules.values()]
         for pattern, value in self.modules.items():
-            if value != _BF16:
+            if value not in (_BF16, *NAMES):
                 raise ConfigError(
-                    f"modules of qat gives {pattern!r} the value {value!r}, and layers are in "
-                    f"{self.weights} or in bf16. Set it to bf16, or remove it."
+                    f"modules of qat gives {pattern!r} the value {value!r}, which is no format of "
+                    f"servers here. Set one of {_BF16}, {', '.join(NAMES)}."
                 )
+        if "int4" not in names or self.weights == "int4":
+            ServedFormat.of(self.weights, self.group_size)
+        if "int4" in names:
+            ServedFormat.of("int4", self.group_size)
+        steps = self.fake_quant_after_n_steps
+        if steps != 0 and not is_count(steps):
+            raise ConfigError(
+                f"fake_quant_after_n_steps of qat is {steps!r}; it is a "
+                "number of optimizer steps. Set it to 0 or more."
+            )
 
     @classmethod
     def of(cls, value: QAT | Mapping[str, Any] | str | None) -> QAT | None:
@@ -80,10 +97,27 @@ class QAT:
             return value
         return cls(weights=value) if isinstance(value, str) else cls(**value)  # type: ignore[arg-type]
 
-    @property
-    def form(self) -> ServedFormat:
-        """Format of the weights."""
-        return ServedFormat.of(self.weights, self.group_size)
+    def form_of(self, path: str) -> ServedFormat | None:
+        """Return the format of a layer's weight. None: not rounded."""
+        rows = ((compile_pattern(pattern), value) for pattern, value in self.modules.items())
+        name = next((value for pattern, value in rows if pattern.fullmatch(path)), self.weights)
+        if name == _BF16:
+            return None
+        return ServedFormat.of(name, self.group_size if name == "int4" else None)
+
+    @staticmethod
+    def follow(model: nn.Module, step: int | None) -> None:
+        """Begin to round, or not yet. A LightningModule under ``MegatronStrategy``, and those of
+        this library, do this by themselves.
+
+        Args:
+            model: A model to which a QAT was applied, or a module that holds one.
+            step: Optimizer steps taken before the next one. None: an evaluation.
+        """
+        for record in qat_of(model).values():
+            if record.rounding is not None:
+                begin = record.qat.fake_quant_after_n_steps
+                record.rounding.is_on = step is None or step >= begin
 
     def apply(self, model: nn.Module, *, rounded_as: torch.dtype | None = None) -> nn.Module:
         """Round the weights of a full model's layers in its forward, in place. Return the model.
@@ -97,26 +131,31 @@ class QAT:
             ConfigError: If a pattern matches nothing, no layer is rounded, or a layer does not fit
                 the format.
         """
-        served = self._chosen(model)
-        modules, form = dict(model.named_modules()), self.form
-        for path in served.layers:
+        served, rounding = self._chosen(model), Rounding()
+        modules = dict(model.named_modules())
+        for path, form in self._forms(served.layers).items():
             layer: Any = modules[path]
             _check_layer(path, layer, form)
-            parent, _, name = path.rpartition(".")
-            others = (f"{parent}.{n}" if parent else n for n in fused_with(name) if n != name)
-            fused = tuple(modules[other] for other in others if other in served.layers)
+            fused = (modules[other] for other in fused_paths(path) if other in served.layers)
+            layers = (layer, *(other for other in fused if other is not layer))
             one_by_one = layer.gemm.one_by_one if isinstance(layer, GroupedLinear) else False
-            layers = (layer, *fused)
-            gemm = ServedGemm(form, path, layers, one_by_one=one_by_one, rounded_as=rounded_as)
+            gemm = ServedGemm(
+                form, path, layers, rounding, one_by_one=one_by_one, rounded_as=rounded_as
+            )
             adapt(layer, gemm=gemm)
-        for path, names in served.stacks.items():
+        for path, form in self._forms(served.stacks).items():
+            names = served.stacks[path]
             for name in names:
                 weight = modules[path]._parameters[name]
                 _check_columns(f"{path}.{name}", weight, form)
                 _check_halves(f"{path}.{name}", weight, form)
-            ServedStack(form, path, names).attach(modules[path])
-        model.__dict__[_APPLIED] = Record(self, served, torch.float32)
+            ServedStack(form, path, names, rounding).attach(modules[path])
+        model.__dict__[_APPLIED] = Record(self, served, torch.float32, rounding)
         return model
+
+    def _forms(self, paths: Iterable[str]) -> dict[str, ServedFormat]:
+        forms = {path: self.form_of(path) for path in paths}
+        return {path: form for path, form in forms.items() if form is not None}
 
     def _chosen(self, model: nn.Module) -> Served:
         served = served_in(model)
@@ -126,20 +165,28 @@ class QAT:
                 f"modules of qat has patterns that match no module of {type(model).__name__}: "
                 f"{'; '.join(unused)}. Correct or remove them."
             )
-        patterns = [compile_pattern(pattern) for pattern in self.modules]
-        left = {
-            path
-            for path in (*served.layers, *served.stacks)
-            if any(pattern.fullmatch(path) for pattern in patterns)
-        }
-        layers = [path for path in served.layers if path not in left]
-        stacks = {path: names for path, names in served.stacks.items() if path not in left}
+        _check_fused(served.layers, self)
+        layers = list(self._forms(served.layers))
+        stacks = {path: served.stacks[path] for path in self._forms(served.stacks)}
         if not layers and not stacks:
             raise ConfigError(
                 f"qat rounds no layer of {type(model).__name__}. Leave qat out, or remove rows of "
                 "its modules."
             )
         return Served(layers, stacks)
+
+
+def _check_fused(paths: Collection[str], qat: QAT) -> None:
+    """Check that layers that servers multiply as one matrix have one format."""
+    for path in paths:
+        for other in fused_paths(path):
+            first, second = qat.form_of(path), qat.form_of(other)
+            if other in paths and first != second:
+                found = [_BF16 if form is None else form.name for form in (first, second)]
+                raise ConfigError(
+                    f"qat has {path} in {found[0]} and {other} in {found[1]}, and servers multiply "
+                    "both as one matrix, in one format. Give them the same in modules."
+                )
 
 
 def _check_layer(path: str, layer: Any, form: ServedFormat) -> None:
@@ -217,7 +264,12 @@ def read_qat(state: Mapping[str, Any], where: str = "the checkpoint") -> dict[st
 
 
 def _record(entry: Mapping[str, Any]) -> Record:
-    qat = QAT(entry["weights"], entry["group_size"], dict(entry["modules"]))
+    qat = QAT(
+        entry["weights"],
+        entry["group_size"],
+        dict(entry["modules"]),
+        entry.get("fake_quant_after_n_steps", 0),
+    )
     stacks = {path: tuple(names) for path, names in entry["stacks"].items()}
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     return Record(qat, Served(list(entry["layers"]), stacks), dtypes[entry["dtype"]])
@@ -232,7 +284,9 @@ def check_resumed(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     """
     own = {path: record.qat for path, record in qat_of(module).items()}
     for path, record in read_qat(checkpoint).items():
-        if own.get(path) != record.qat:
+        # Another first step of the rounding is no other rounding.
+        begin = 0 if path not in own else own[path].fake_quant_after_n_steps
+        if own.get(path) != replace(record.qat, fake_quant_after_n_steps=begin):
             found = own.get(path)
             raise ConfigError(
                 f"the checkpoint was trained with {described(record.qat)}, and this module has "

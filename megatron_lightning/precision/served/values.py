@@ -182,6 +182,14 @@ def fused_with(name: str) -> tuple[str, ...]:
     return next((names for names in _FUSED if name in names), (name,))
 
 
+def fused_paths(path: str) -> tuple[str, ...]:
+    """Return the paths of the layers that servers multiply as one matrix with the layer at
+    ``path``, itself included.
+    """
+    parent, dot, name = path.rpartition(".")
+    return tuple(f"{parent}{dot}{other}" for other in fused_with(name))
+
+
 @torch.no_grad()
 def encode(
     weight: Tensor, form: ServedFormat, amax: Tensor | None = None, *, fit: Fit = "max"

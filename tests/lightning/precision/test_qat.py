@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import LambdaCallback
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
@@ -22,6 +23,8 @@ from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
 from megatron_lightning.peft import LoRA
 from megatron_lightning.precision import QAT
+from megatron_lightning.precision.served import gemm as served_gemm
+from megatron_lightning.precision.served.qat import qat_of
 from megatron_lightning.precision.served.values import ServedFormat, encode, fused_with
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.layouts import token_rows
@@ -196,13 +199,108 @@ def test_an_engine_rounds_what_training_rounded() -> None:
     assert not torch.equal(recorded, encode(weight, form).values(form))
 
 
+@pytest.mark.parametrize("strategy", [None, "megatron"])
+def test_rounding_begins_at_its_step_in_nested_layers(source: Path, strategy: str | None) -> None:
+    """Before it, weights are those of a plain training; evaluations always round."""
+    weights, losses = [], []
+    for qat in (None, QAT("int8", fake_quant_after_n_steps=2), QAT("int8")):
+        for steps in (2, 3):
+            torch.manual_seed(0)
+            module = HuggingFaceModule(str(source), qat=qat, learning_rate=1e-3)
+            chosen = MegatronStrategy() if strategy else "auto"
+            run = trainer(chosen, max_steps=steps)
+            run.fit(module, _rows(16))
+            weights.append({n: p.detach().clone() for n, p in module.named_parameters()})
+            losses.append(run.validate(module, _rows(), verbose=False)[0]["val_loss"])
+    plain2, plain3, late2, late3, early2, _ = weights
+    assert all(torch.equal(x, late2[n]) for n, x in plain2.items())
+    assert not all(torch.equal(x, early2[n]) for n, x in plain2.items())
+    assert not all(torch.equal(x, late3[n]) for n, x in plain3.items())
+    assert losses[2] != losses[0]
+
+
+def test_a_run_rounds_each_weight_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count: list[int] = []
+    original = served_gemm.encode
+    monkeypatch.setattr(served_gemm, "encode", lambda *a: count.append(0) or original(*a))
+    of_batch = LambdaCallback(on_train_batch_start=lambda *_: count.clear())
+    results = []
+    for micro_batch_size in (4, 1):
+        module = HuggingFaceModule(str(source), qat="int8", learning_rate=1e-3)
+        strategy = MegatronStrategy(micro_batch_size=micro_batch_size)
+        run = trainer(strategy, max_steps=2, callbacks=[of_batch])
+        run.fit(module, _rows())
+        assert len(count) == 14
+        results.append(module.model.model.layers[0].mlp.up_proj.weight.detach())
+        rounding = qat_of(module)["model"].rounding
+        assert rounding is not None
+        assert not rounding._kept
+    assert torch.allclose(*results, atol=1e-5)
+
+
+def test_several_formats_are_trained_and_exported(source: Path, tmp_path: Path) -> None:
+    modules = {"**.down_proj": "int4", "**.self_attn.*": "fp8_channel", "**.1.mlp.*": "bf16"}
+    qat = QAT("nvfp4", group_size=32, modules=modules)
+    module = HuggingFaceModule(str(source), qat=qat, learning_rate=1e-3)
+    run = trainer(MegatronStrategy(), max_steps=1)
+    run.fit(module, _rows())
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    (metrics,) = run.validate(module, _rows(), verbose=False)
+    commands.export(str(tmp_path / "run.ckpt"), str(tmp_path / "served"))
+    config = json.loads((tmp_path / "served" / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "mixed-precision"
+    targets = {group["format"]: group["targets"] for group in config["config_groups"].values()}
+    mlp = "model.layers.0.mlp"
+    assert targets["nvfp4-pack-quantized"] == [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+    assert len(targets["naive-quantized"]) == 8
+    assert len(targets["pack-quantized"]) == 2  # the first pattern decides
+    model: Any = AutoBridge.from_hf_pretrained(tmp_path / "served").to_model(dtype=torch.float32)
+    assert _loss(model) == pytest.approx(metrics["val_loss"], rel=1e-5)
+    with pytest.raises(ConfigError, match="scheme is modelopt with"):
+        commands.export(str(tmp_path / "run.ckpt"), str(tmp_path / "m"), scheme="modelopt")
+
+
+def test_experts_that_a_folder_stacks_are_exported_one_by_one(tmp_path: Path) -> None:
+    config = transformers.Mistral4Config(
+        num_hidden_layers=1, hidden_size=64, intermediate_size=64, moe_intermediate_size=32,
+        num_attention_heads=4, num_key_value_heads=4, vocab_size=VOCABULARY, n_routed_experts=4,
+        num_experts_per_tok=2, q_lora_rank=32, kv_lora_rank=32, first_k_dense_replace=0,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None, initializer_range=0.1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.Mistral4ForCausalLM(config).save_pretrained(tmp_path / "plain")
+    module = HuggingFaceModule(str(tmp_path / "plain"), qat="nvfp4", learning_rate=1e-3)
+    run = trainer(MegatronStrategy(), max_steps=1)
+    run.fit(module, _rows())
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    (metrics,) = run.validate(module, _rows(), verbose=False)
+    commands.export(str(tmp_path / "run.ckpt"), str(tmp_path / "served"))
+    stored = load_file(tmp_path / "served" / "model.safetensors")
+    experts = "model.layers.0.mlp.experts"
+    assert {f"{experts}.3.{n}_proj.weight_packed" for n in ("gate", "up", "down")} <= {*stored}
+    assert not any(x.ndim == 3 for x in stored.values())
+    bridge = AutoBridge.from_hf_pretrained(tmp_path / "served")
+    assert bridge.folder.tensors[f"{experts}.gate_up_proj"].shape == (4, 64, 64)
+    assert _loss(bridge.to_model(dtype=torch.float32)) == pytest.approx(
+        metrics["val_loss"], rel=1e-5
+    )
+    rounded: Any = AutoBridge.from_checkpoint(tmp_path / "run.ckpt", rounds=True)
+    assert _loss(rounded.to_model(dtype=torch.float32)) == pytest.approx(
+        metrics["val_loss"], rel=1e-5
+    )
+
+
 def test_what_cannot_be_rounded_is_refused(source: Path) -> None:
     with pytest.raises(ConfigError, match=r"'nvfp5'.*Set one of nvfp4"):
         HuggingFaceModule(str(source), qat="nvfp5")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="qat=nvfp4 is given beside peft"):
         HuggingFaceModule(str(source), qat="nvfp4", peft=LoRA(r=2))
-    with pytest.raises(ConfigError, match=r"gives '\*\*.o_proj' the value 'int8'"):
-        QAT(modules={"**.o_proj": "int8"})
+    with pytest.raises(ConfigError, match=r"gives '\*\*.o_proj' the value 'int9'.*bf16, nvfp4"):
+        QAT(modules={"**.o_proj": "int9"})
+    with pytest.raises(ConfigError, match=r"k_proj in int8 and .*q_proj in nvfp4|q_proj in nvfp4"):
+        HuggingFaceModule(str(source), qat=QAT(modules={"**.k_proj": "int8"})).configure_model()
+    with pytest.raises(ConfigError, match="fake_quant_after_n_steps of qat is -1"):
+        QAT(fake_quant_after_n_steps=-1)
     with pytest.raises(ConfigError, match=r"match no module of .*'\*\*.oo_proj'"):
         HuggingFaceModule(str(source), qat=QAT(modules={"**.oo_proj": "bf16"})).configure_model()
     with pytest.raises(ConfigError, match=r"rows of 64 values.*group_size 64"):

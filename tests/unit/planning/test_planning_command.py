@@ -80,6 +80,23 @@ def test_a_plan_counts_codes_of_quantized_layers(
     assert found == ["trainer.plugins.recipe has no option 'scalin'. Did you mean 'scaling'?"]
 
 
+def test_a_plan_counts_rounded_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second copy of the blocks' weights stays during a pipeline run, in the GEMM's dtype."""
+
+    def activations(**changes: Any) -> float:
+        path = changed(tmp_path, trainer__precision="bf16-mixed", **changes)
+        found = plan(capsys, f"--config={path}")
+        size: float = found["bytes"]["fullest_rank"]["activations"]
+        return size
+
+    layout = STRATEGY + "{}_model_parallel_size"
+    options = {layout.format(axis): 1 for axis in ("tensor", "pipeline")}
+    added = activations(model__init_args__qat="nvfp4", **options) - activations(**options)
+    assert added / 2 == pytest.approx(32 * (4096 * 6144 + 4096**2 + 3 * 4096 * 14336))
+    options[f"{STRATEGY}data_parallel"] = "fsdp"
+    assert activations(model__init_args__qat="nvfp4", **options) == activations(**options)
+
+
 def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, f"--config={LLAMA}")
     assert list(found) == KEYS and found["errors"] == []

@@ -1,0 +1,61 @@
+"""When a model rounds its weights, and for how long a rounded weight is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.precision.kept_weight import KeptWeight
+
+
+class Rounding:
+    """The switch of a model, shared by all of its layers, however deep they are nested."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+        """Whether weights are rounded."""
+        self._keeps = False
+        self._kept: dict[str, KeptWeight] = {}
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Keep rounded weights, until :meth:`forget`, for further micro-batches of a pipeline run
+        and for backward.
+        """
+        before, self._keeps = self._keeps, True
+        try:
+            yield
+        finally:
+            self._keeps = before
+
+    def forget(self) -> None:
+        """Drop kept weights before weights change."""
+        self._kept.clear()
+
+    def value(
+        self, name: str, weight: Tensor, dtype: torch.dtype, rounded: Callable[[], Tensor]
+    ) -> Tensor:
+        """Return a rounded weight, computed now or for an earlier micro-batch.
+
+        Args:
+            name: Name of the weight in the model.
+            weight: The weight. One that is computed in the forward is not kept.
+            dtype: Dtype of the rounded weight.
+            rounded: Computes it.
+        """
+        if torch.compiler.is_compiling() or not weight.is_leaf:
+            return rounded()
+        kept = self._kept.get(name)
+        if kept is not None and kept.is_of(weight):
+            if dtype not in kept.values:
+                kept.values[dtype] = rounded()
+            value: Tensor = kept.values[dtype]
+            return value
+        value = rounded()
+        if self._keeps:
+            self._kept[name] = kept = KeptWeight.of(weight)
+            kept.values[dtype] = value
+        return value
