@@ -122,6 +122,8 @@ _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deit", "dinov2", "vit"), _PICTURES),
     "llava": _LLAVA,
+    # Indexers that leave keys out, in rows of 16 tokens.
+    **{name: {"index_topk": 6} for name in ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4")},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}
@@ -137,9 +139,19 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
     "gptj": {"rotary_dim": 4},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    **{name: {"layer_types": ["conv", "full_attention"] * 2} for name in ("lfm2", "lfm2_moe")},
+    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"] * 2},
     "mamba2": {"head_dim": 16, "n_groups": 2},
-    "nemotron_h": {"n_groups": 2, "moe_shared_expert_intermediate_size": 32},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 3,
+    },
+    "nemotron_h": {
+        "n_groups": 2,
+        "moe_shared_expert_intermediate_size": 32,
+        "layer_types": ["mamba", "moe", "attention", "mamba"],
+    },
     "qwen4_exp_text": {
         "hc_lowrank": 16,
         "ngram_vocab_size_base": 64,

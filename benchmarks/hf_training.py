@@ -40,6 +40,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "fsdp": (2, {"data_parallel": "fsdp"}),
     "cp2": (2, {"context_parallel_size": 2}),
+    "cp4": (4, {"context_parallel_size": 4}),
+    "tp2cp2": (4, {"tensor_model_parallel_size": 2, "context_parallel_size": 2}),
+    "pp2cp2": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "context_parallel_size": 2,
+            "micro_batch_size": 2,
+        },
+    ),
     "tp2ep2": (
         2,
         {

@@ -14,13 +14,18 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from megatron_lightning.assembly.checks.attention_rows import bound_attention
 from megatron_lightning.config import ContextMixers
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.context.ring import RingAttention
 from megatron_lightning.layers.shared_rows import conditions, entry, ring
 from megatron_lightning.layers.shared_rows.mixers import SharingRanks
 from megatron_lightning.layers.state_space.segments import Segments
-from megatron_lightning.parallel.grid.context import AxisGroup
+from megatron_lightning.layers.styles import DividedRows, GatheredTokens
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.grid.layout import ParallelLayout
+from megatron_lightning.parallel.sequence import SequencePart
+from megatron_lightning.parallel.shards.sharding import ShardingPlan, parallelize
 from tests.helpers.ranks import run_ranks
 
 LENGTH = 48
@@ -326,3 +331,95 @@ def test_windows_are_small_while_a_model_is_probed() -> None:
     with conditions.small_windows(model):
         assert (layer.sliding_window, model.config.sliding_window) == (7, 8)  # they stay different
     assert (layer.sliding_window, model.config.sliding_window) == (100, 4096)
+
+
+# --------------------------------------------------------------------------------- modules of users
+
+
+class _Smoothed(nn.Module):
+    """A running mean, which no kind of attention computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        counts = torch.arange(1, x.shape[1] + 1)[None, :, None]
+        return self.weight * scale * x.cumsum(1) / counts
+
+
+class _Attends(nn.Module):
+    """Attention of a user, which reads a cache where there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor, attention_mask: Any = None, past_key_values: Any = None) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 2, 12).transpose(1, 2).chunk(3, -1)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v)
+        causal = attention_mask is None
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, is_causal=causal)
+        return out.transpose(1, 2).flatten(2)
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.smoothed, self.attention = _Smoothed(), _Attends()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x + self.smoothed(x, x.sigmoid())).square()
+
+
+class _Pools(nn.Module):
+    """Leaves no tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+_ROWS = {"smoothed": GatheredTokens(), "attention": DividedRows()}
+
+
+def _own_modules() -> tuple[float, list[str]]:
+    """Return the largest difference of gradients, and refusals."""
+    layout = ParallelLayout(context_parallel_size=dist.get_world_size())
+    context = ParallelContext(layout)
+    net = _made(_Net)
+    x = torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    net(x).sum().backward()
+    expected = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+    whole, x.grad = x.grad, None
+    net.zero_grad()
+    parallelize(net, context, ShardingPlan(modules=_ROWS))
+    part = SequencePart(context.cp.rank, context.cp.size)
+    net(part.split(x, 1)).sum().backward()
+    found = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+    refusals = []
+    with pytest.raises(ShardingError) as error:
+        pools = nn.Sequential(_Pools())
+        parallelize(pools, context, ShardingPlan(modules={"0": GatheredTokens()}))
+        pools(torch.zeros(2, 6, 8))
+    refusals.append(str(error.value))
+    with pytest.raises(ShardingError) as error:
+        rows = {"0": DividedRows()}
+        parallelize(nn.Sequential(_Smoothed()), context, ShardingPlan(modules=rows))
+    refusals.append(str(error.value))
+    for mixer in bound_attention(net).values():
+        mixer.takes_parts = False
+    with pytest.raises(ConfigError) as outside:
+        net(part.split(x, 1))
+    refusals.append(str(outside.value))
+    assert whole is not None and x.grad is not None
+    return _largest_difference(found | {"x": x.grad}, expected | {"x": whole}), refusals
+
+
+def test_modules_of_users_share_rows() -> None:
+    for difference, refusals in run_ranks(2, _own_modules):
+        assert difference < 3e-6
+        for refusal, words in zip(
+            refusals, ("of a _Pools over 2", "passes attention_mask", "outside of"), strict=True
+        ):
+            assert words in refusal

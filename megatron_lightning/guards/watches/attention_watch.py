@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_lightning.assembly.checks.attention_rows import bound_attention
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.shared_rows.entry import shared_models
+from megatron_lightning.layers.shared_rows.own_modules import TokenSharer
 from megatron_lightning.layers.styles.divided_embeddings import divides_embeddings
 from megatron_lightning.parallel.shards.other_stages import present_modules
 from megatron_lightning.step.judge import Judge
@@ -55,6 +56,7 @@ class AttentionWatch(TorchFunctionMode):
         self._is_divided = not self._entries
         self._num_shared = 0
         self._shared = [module.get_submodule(path) for path in shared_models(module)]
+        self._shared += [m for m in self._uncalled.values() if isinstance(m, TokenSharer)]
         self.called: set[str] = set()
         """Paths of the bound modules called so far."""
 
@@ -67,7 +69,7 @@ class AttentionWatch(TorchFunctionMode):
             self._undo.callback(outer.register_forward_pre_hook(self._begun).remove)
         for entry in self._entries.values():
             self._undo.callback(entry.register_forward_pre_hook(self._entered).remove)
-        # What mixes tokens in these was found and proven.
+        # What mixes tokens in these was found and proven, or gets full rows.
         for shared in self._shared:
             begin = shared.register_forward_pre_hook(self._begin_shared, prepend=True)
             end = shared.register_forward_hook(self._end_shared)

@@ -83,6 +83,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def dropout_of(module: nn.Module) -> float:
+    """Return the largest dropout in a module, of its children or by its own rates."""
+    own: Any = module
+    rates = [getattr(own, "attention_dropout", 0.0), getattr(own, "dropout_prob", 0.0)]
+    rates += [child.p for child in module.modules() if isinstance(child, nn.Dropout)]
+    return max(rate for rate in rates if isinstance(rate, float))
+
+
 def has_16_bits(module: nn.Module) -> bool:
     """Return whether a module has weights of 16 bits, with which choices of experts and keys depend
     on roundings.

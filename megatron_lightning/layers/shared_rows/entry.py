@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron_lightning.config import ContextMixers
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.shared_rows.conditions import (
+    dropout_of,
     evaluating,
     exact_products,
     has_16_bits,
@@ -334,13 +335,9 @@ def _check_dropout(model: nn.Module, kinds: Mapping[str, str]) -> None:
         ConfigError: If a module drops.
     """
     for path in kinds:
-        mixer: Any = model.get_submodule(path)
-        rates = [getattr(mixer, "attention_dropout", 0.0), getattr(mixer, "dropout_prob", 0.0)]
-        rates += [child.p for child in mixer.modules() if isinstance(child, nn.Dropout)]
-        for rate in rates:
-            if isinstance(rate, float) and rate:
-                raise ConfigError(
-                    f"{path} has dropout of {rate}, which cannot be combined with "
-                    f"context_parallel_size above 1: ranks that share rows would drop different "
-                    "values. Set it to 0."
-                )
+        if rate := dropout_of(model.get_submodule(path)):
+            raise ConfigError(
+                f"{path} has dropout of {rate}, which cannot be combined with "
+                "context_parallel_size above 1: ranks that share rows would drop different "
+                "values. Set it to 0."
+            )

@@ -19,6 +19,7 @@ from megatron_lightning.layers.styles.regions import (
     ShareInput,
 )
 from megatron_lightning.layers.styles.sequence_region import SequenceRegion
+from megatron_lightning.layers.styles.shared_rows import DividedRows, GatheredTokens
 from megatron_lightning.layers.styles.stacked_experts import DispatchedExperts
 from megatron_lightning.layers.styles.state_space import GroupedHeads
 from megatron_lightning.layers.styles.tensor import (
@@ -49,11 +50,13 @@ __all__ = [
     "CopyOutput",
     "DeltaNetHeads",
     "DispatchedExperts",
+    "DividedRows",
     "ExpertLinear",
     "ExpertParallel",
     "ExpertRouter",
     "GatherLogits",
     "GatherSequence",
+    "GatheredTokens",
     "GroupedHeads",
     "HeadParallel",
     "HeadsNorm",
