@@ -103,7 +103,7 @@ dist: $(INSTALLED)  ## build wheel and sdist into dist/
 demo: $(INSTALLED)  ## preprocess, train on 2 x 2 processes, resume on another layout, generate
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
 
-gpu: $(INSTALLED)  ## GPU tests and headline benchmarks; says so when there is no GPU
+gpu: $(INSTALLED)  ## GPU tests and benchmarks within a budget; says so when there is no GPU
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.gpu
 
 gpu-bench: $(INSTALLED)  ## one longer GPU benchmark: make gpu-bench CASE=name

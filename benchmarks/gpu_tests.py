@@ -1,10 +1,12 @@
 """Which tests of ``tests/gpu`` passed on which GPU: a record that the repository keeps.
 
     python -m pytest -m gpu tests/gpu --junitxml=report.xml
-    python -m benchmarks.gpu_tests report.xml   # adds to results/gpu_tests.json
+    python -m benchmarks.gpu_tests report.xml       # adds to results/gpu_tests.json
+    python -m benchmarks.gpu_tests --merge run.json # a record of python -m benchmarks.gpu
 
-The conftest of ``tests/gpu`` writes GPU, date and torch's version into the report, test by test.
-``python -m benchmarks.gpu`` does both. ``docs/support.md`` prints the record.
+The conftest of ``tests/gpu`` writes GPU, date and torch's version into a report, test by test. The
+record of a budgeted run also has cases: their outcomes go into ``results/gpu_cases.json``, their
+numbers onto the pages of the cases. ``docs/support.md`` prints the record of the tests.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import machine, outcomes
 from benchmarks.outcomes import Outcome
+from megatron_lightning.cards.header import read_record as header_of
 
 RECORD = machine.RESULTS / "gpu_tests.json"
+CASES_RECORD = machine.RESULTS / "gpu_cases.json"
 FACTS = ("gpu", "date", "torch", "commit")
 """Fields of an outcome that a report says."""
 _FOLDER = "gpu/"
@@ -78,13 +83,43 @@ def cell(test: str | None, record: Mapping[str, Outcome]) -> str:
     return f"{outcome} on {last.gpu}, {last.date}{cases}: `{test}`"
 
 
+def merge(path: Path, folder: Path = machine.RESULTS) -> tuple[int, int]:
+    """Add a budgeted run to the records and pages of a folder; return its tests and cases."""
+    from benchmarks.gpu.cases import record_of, write
+    from benchmarks.gpu.record import RunRecord
+
+    found = header_of(path)
+    run = RunRecord(path, found["header"], path)
+    outcomes.add(run.tests, folder / RECORD.name)
+    outcomes.add(run.outcomes(), folder / CASES_RECORD.name)
+    by_case: dict[str, dict[str, Any]] = {}
+    for name, entry in run.cases.items():
+        case, _, item = name.partition("/")
+        by_case.setdefault(case, {})[item] = entry
+    for case, entries in by_case.items():
+        record = record_of(case, folder)
+        for item, entry in entries.items():
+            record.add(item, entry["numbers"], entry["header"])
+        write(case, record, run.header)
+    return len(run.tests), len(run.cases)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, and add reports to the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("reports", nargs="+", type=Path, help="reports of pytest, oldest first")
+    parser.add_argument("reports", nargs="*", type=Path, help="reports of pytest, oldest first")
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, default=[], metavar="FILE",
+        help="records of python -m benchmarks.gpu, oldest first",
+    )  # fmt: skip
     for name in FACTS:
         parser.add_argument(f"--{name}", help=f"{name} of reports that do not say it")
     options = vars(parser.parse_args(arguments))
+    if not options["reports"] and not options["merge"]:
+        parser.error("there is nothing to add. Name reports of pytest, or --merge FILE.")
+    for run in options["merge"]:
+        tests, cases = merge(run)
+        print(f"{run}: {tests} tests, {cases} cases; written: {RECORD} and {CASES_RECORD.name}")
     defaults = {name: options[name] for name in FACTS if options[name] is not None}
     for report in options["reports"]:
         found = read_report(report, defaults)

@@ -28,6 +28,8 @@ class Outcome(NamedTuple):
     """Empty in reports older than the property."""
     gpu: str = ""
     """Empty: the test ran on CPU processes."""
+    seconds: float = 0.0
+    """0: not measured."""
 
 
 class Case(NamedTuple):

@@ -1,11 +1,13 @@
 """Several ranks that share one GPU.
 
 NCCL gives a communicator two ranks on one GPU since 2.30, where ``NCCL_MULTI_RANK_GPU_ENABLE`` is
-1. An older NCCL refuses, and then the ranks exchange tensors of the GPU through gloo.
+1. An older NCCL refuses, and then the ranks exchange tensors of the GPU through gloo. A budgeted
+run probes which of both works, and says so in :data:`benchmarks.gpu.probe.CHOICE`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from functools import partial
 from pathlib import Path
@@ -18,8 +20,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import DataParallelOptions
-from megatron_lightning.models import GPTModel
+from benchmarks.gpu.probe import CHOICE, SHARED
+from megatron_lightning.config import DataParallelOptions, MoEConfig
+from megatron_lightning.models import GPTModel, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
@@ -34,8 +37,11 @@ pytestmark = [*NEEDS_GPU, pytest.mark.timeout(180)]
 
 BATCH, SEQUENCE, VOCABULARY = 4, 16, 64
 CONFIG = tiny_config(vocab_size=VOCABULARY, max_sequence_length=SEQUENCE)
+EXPERTS = tiny_config(
+    vocab_size=VOCABULARY, max_sequence_length=SEQUENCE, moe=MoEConfig(num_experts=4)
+)
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
-CP = "context_parallel_size"
+CP, EP = "context_parallel_size", "expert_model_parallel_size"
 FSDP = {"data_parallel": "fsdp"}
 RESHARD = DataParallelOptions(reshard_after_forward=True)
 EVERY = DataParallelOptions(reduce_every_microbatch=True)
@@ -51,6 +57,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (1, {TP: 2}),
     "pp2": (1, {PP: 2, "micro_batch_size": 2}),
     "cp2": (1, {CP: 2}),
+    "ep2": (2, {"data_parallel": "zero1", EP: 2}),
 }
 """Data-parallel ranks and options of the strategy. gloo refuses those of one data-parallel rank."""
 
@@ -93,10 +100,11 @@ def _train(
     options: dict[str, Any],
     num_nodes: int = 1,
     recipe: FP8Recipe | None = None,
+    config: TransformerConfig = CONFIG,
 ) -> Result:
     """Train as one rank of ``num_nodes`` nodes with one device each."""
     pl.seed_everything(3, verbose=False)
-    module = GPTLightningModule(CONFIG, learning_rate=1e-3)
+    module = GPTLightningModule(config, learning_rate=1e-3)
     module.configure_model()
     rows: Any = token_rows(STEPS * BATCH, SEQUENCE, VOCABULARY)
     record, used = Losses(), _Used()
@@ -117,7 +125,7 @@ def _connect(backend: str, store: str) -> tuple[int, int]:
     rank, size = dist.get_rank(), dist.get_world_size()
     if backend != "gloo":
         dist.destroy_process_group()
-        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        os.environ.update({**SHARED, **os.environ})  # the probe may have set more
         torch.cuda.set_device(0)
         shared = dist.FileStore(store, size)
         dist.init_process_group(backend, store=shared, rank=rank, world_size=size)
@@ -131,6 +139,7 @@ def _on_a_shared_gpu(
     replicas: int,
     options: dict[str, Any],
     recipe: FP8Recipe | None = None,
+    config: TransformerConfig = CONFIG,
 ) -> Result:
     """Train as one of two nodes, of which each has the same GPU."""
     rank, size = _connect(backend, store)
@@ -139,21 +148,32 @@ def _on_a_shared_gpu(
         GROUP_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0",
         LOCAL_WORLD_SIZE="1", CUBLAS_WORKSPACE_CONFIG=":4096:8",
     )  # fmt: skip
-    return _train(accelerator, replicas, options, size, recipe)
+    return _train(accelerator, replicas, options, size, recipe, config)
+
+
+def _nccl_version() -> int:
+    """Return the version of the NCCL that is loaded, such as 23007. torch's own number is of the
+    NCCL that torch was built with."""
+    version = ctypes.c_int()
+    if torch.cuda.is_available():
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    return version.value
 
 
 def _backend() -> str:
-    version = torch.cuda.nccl.version() if torch.cuda.is_available() else (0,)  # type: ignore[no-untyped-call]
-    return "cpu:gloo,cuda:nccl" if tuple(version) >= (2, 30) else "gloo"
+    choice = os.environ.get(CHOICE) or ("nccl" if _nccl_version() >= 23000 else "gloo")
+    return "cpu:gloo,cuda:nccl" if choice == "nccl" else "gloo"
 
 
-def _assert_in_use(used: dict[str, Any], replicas: int, options: dict[str, Any]) -> None:
+def _assert_in_use(
+    used: dict[str, Any], replicas: int, options: dict[str, Any], config: TransformerConfig
+) -> None:
     """Fail where a rank has divided nothing of what the layout names."""
     device = "cuda" if accelerators()[1] == "gpu" else "cpu"
     assert (used["device"], used["ranks"], used["replicas"]) == (device, 2, replicas)
     with torch.device("meta"):
-        full = sum(p.numel() for p in GPTModel(CONFIG).parameters())
-    assert (used["parameters"] < full) == bool({TP, PP} & options.keys())
+        full = sum(p.numel() for p in GPTModel(config).parameters())
+    assert (used["parameters"] < full) == bool({TP, PP, EP} & options.keys())
     data_parallel = options.get("data_parallel", "zero1")
     assert used["FSDP2"] == (data_parallel == "fsdp")
     assert used["sharded"] == (data_parallel == "zero1" and (replicas == 2 or CP in options))
@@ -163,21 +183,22 @@ def _assert_in_use(used: dict[str, Any], replicas: int, options: dict[str, Any])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_on_one_gpu(name: str, tmp_path: Path) -> None:
     replicas, options = LAYOUTS[name]
-    losses, norms, _ = _train("cpu", 1, {})
+    config = EXPERTS if EP in options else CONFIG
+    losses, norms, _ = _train("cpu", 1, {}, config=config)
     start = partial(
         run_ranks, 2, _on_a_shared_gpu, _backend(), str(tmp_path / "store"), accelerators()[1],
-        replicas, options, timeout_s=60,
+        replicas, options, None, config, timeout_s=60,
     )  # fmt: skip
     if replicas == 1 and _backend() == "gloo" and accelerators()[1] == "gpu":
         with pytest.raises(AssertionError, match="gloo sends nothing from the memory of a GPU"):
             start()
-        pytest.skip(f"torch {torch.__version__} has an NCCL below 2.30, and gloo is refused")
+        pytest.skip(f"NCCL {_nccl_version()} takes no two ranks here, and gloo is refused")
     ranks = start()
     own = [sum(step) / len(step) for step in zip(*(rank.losses for rank in ranks), strict=True)]
     assert own == pytest.approx(losses, rel=RTOL)
     for rank in ranks:
         assert rank.norms == pytest.approx(norms, rel=NORM_RTOL)
-        _assert_in_use(rank.used, replicas, options)
+        _assert_in_use(rank.used, replicas, options, config)
 
 
 @pytest.mark.parametrize("data_parallel", ["zero1", "fsdp"])

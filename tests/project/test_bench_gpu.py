@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench_gpu, gpu
+from benchmarks import bench_gpu
 from benchmarks.bench_step import QUICK
+from benchmarks.gpu import cases
 from benchmarks.variants import Shape, Variant
 
 EAGER = ("ours, eager", "transformers, eager")
@@ -21,23 +22,35 @@ def _train(variant: Variant, shape: Shape, limit_s: float) -> dict[str, Any]:
 
 
 def test_every_trainer_runs_at_the_largest_batch_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainers = {name: bench_gpu.TRAINERS[name] for name in EAGER}
-    monkeypatch.setattr(
-        bench_gpu, "TRAINERS", trainers | {"ours, compiled": trainers["ours, eager"]}
-    )
-    monkeypatch.setattr(bench_gpu, "RIVALS", EAGER[1:])
     monkeypatch.setattr(bench_gpu, "in_a_process", _train)
     monkeypatch.setattr(bench_gpu, "measured_peak", lambda shape: 1e12)
     monkeypatch.setattr(
         bench_gpu, "rates_of", lambda shape, s: {"tokens_per_s": shape.tokens / s, "tflops": 0.5}
     )
-    found = bench_gpu.beside_rivals(replace(QUICK, precision="bf16-mixed"), (4, 2, 1))
-    for name in EAGER:
-        assert found[name]["batch"] == 2
-        assert found[name]["batch 4"] == "out of memory"
-        assert len(found[name]["wall_s"]) == bench_gpu.NUM_STEPS and found[name]["first_s"] > 0.0
+    shape = replace(QUICK, precision="bf16-mixed")
+    found = {name: bench_gpu.largest_batch(name, shape, (4, 2, 1)) for name in EAGER}
+    for numbers in found.values():
+        assert numbers["batch"] == 2
+        assert numbers["batch 4"] == "out of memory"
+        assert len(numbers["wall_s"]) == bench_gpu.NUM_STEPS and numbers["first_s"] > 0.0
+        assert numbers["of measured peak"] == 0.5
     # Of one task: the models draw other weights, so that first losses are near ln(vocabulary).
     assert found[EAGER[0]]["loss"] == pytest.approx(found[EAGER[1]]["loss"], rel=0.02)
-    assert found["of measured peak"] == [0.5, "goal 0.55"]
-    assert found["speed of best rival"][0] > 0.0
-    assert "training" in gpu.CASES
+
+
+def test_ours_is_compared_where_the_rivals_ran() -> None:
+    speeds = dict(zip((bench_gpu.OURS, *bench_gpu.RIVALS), (12.0, 8.0, 10.0), strict=True))
+    measured = {
+        f"1 B: {name}": {"tokens_per_s": speed, "of measured peak": 0.6}
+        for name, speed in speeds.items()
+    }
+    assert bench_gpu.beside_rivals(measured) == {
+        "1 B, compared": {
+            "of measured peak": [0.6, "goal 0.55"],
+            "speed of best rival": [1.2, "goal 1.05"],
+        }
+    }
+    measured[f"1 B: {bench_gpu.RIVALS[0]}"] = {"failed": "out of memory"}
+    assert bench_gpu.beside_rivals(measured) == {}
+    first = [name for name, _ in zip(cases.ITEMS, range(3), strict=False)]
+    assert first == [f"training/{name}" for name in bench_gpu.CASES["training"]][:3]

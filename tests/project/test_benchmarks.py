@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import bench_context, bench_precision, gpu, gpu_cases, gpu_precision
+from benchmarks import bench_context, bench_precision, gpu_cases, gpu_precision
 from benchmarks.bench_checkpoint import run as run_checkpoints
 from benchmarks.bench_step import QUICK, compare, largest_loss_difference, run, verdict
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.cases import CASES, run_items
+from benchmarks.gpu.record import Record, markdown
 from benchmarks.gpu_cases import Item
 from benchmarks.statistics import ratio_of_medians
 from benchmarks.teams import StepTime
@@ -147,11 +150,11 @@ def test_a_gpu_case_continues_with_what_is_missing_and_survives_a_failure(tmp_pa
         "broken": Item(1.0, _raise),
         "long": Item(100.0, lambda: {"ms": 3.0}),
     }
-    assert gpu.run_items(items, gpu.Record(path, resume=True), deadline) == 2
+    assert run_items(items, Record(path, resume=True), deadline) == 2
     assert "long: left for the next run" in capsys.readouterr().out
     items |= {"fast": Item(1.0, _raise), "broken": Item(1.0, lambda: {"ms": 4.0})}
-    record = gpu.Record(path, resume=True)
-    assert gpu.run_items(items, record, time.monotonic() + 200.0) == 0
+    record = Record(path, resume=True)
+    assert run_items(items, record, time.monotonic() + 200.0) == 0
     assert "fast: measured before" in capsys.readouterr().out
     assert {
         name: entry["numbers"]["ms"] for name, entry in read_record(path)["entries"].items()
@@ -160,15 +163,14 @@ def test_a_gpu_case_continues_with_what_is_missing_and_survives_a_failure(tmp_pa
         "broken": 4.0,
         "long": 3.0,
     }
-    assert "| ms | 4.0 |" in gpu.markdown(record)
+    assert "| ms | 4.0 |" in markdown(record)
 
 
 @pytest.mark.spread(1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("arguments", [[], ["--case", "step"], ["--case", ""]])
-def test_without_a_gpu_the_programs_say_so(monkeypatch, capsys, arguments):
-    monkeypatch.setattr("sys.argv", ["gpu", *arguments])
-    gpu.main()
+def test_without_a_gpu_the_programs_say_so(capsys, arguments):
+    assert gpu.main(arguments) == 0
     assert "no GPU" in capsys.readouterr().out
 
 
@@ -197,7 +199,7 @@ def test_trainings_with_fp8_run(monkeypatch, backend):
     for name, loss in losses.items():
         assert loss == pytest.approx(losses["bf16"], rel=1e-2)
         assert (loss == losses["bf16"]) == name.startswith("bf16")
-    assert "precision" in gpu.CASES
+    assert "precision" in CASES
 
 
 def test_quantized_products_are_measured() -> None:
