@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from megatron_lightning.callbacks.memory_snapshot import MemorySnapshot
     from megatron_lightning.callbacks.pipeline_timeline import PipelineTimeline
     from megatron_lightning.callbacks.profiler_window import ProfilerWindow
+    from megatron_lightning.callbacks.rehearsal.faults import Fault
+    from megatron_lightning.callbacks.rehearsal.injector import FaultInjector
     from megatron_lightning.callbacks.rescue import RescueCheckpoint
     from megatron_lightning.callbacks.sample_text import SampleText
     from megatron_lightning.callbacks.spike_guard import SpikeGuard
@@ -30,6 +32,8 @@ __all__ = [
     "ClosingSummary",
     "EvaluateTasks",
     "ExpertLoadMonitor",
+    "Fault",
+    "FaultInjector",
     "GarbageCollection",
     "GradientNormMonitor",
     "HangWatch",
@@ -61,6 +65,8 @@ lazy_attributes(
         "MemorySnapshot": "megatron_lightning.callbacks.memory_snapshot",
         "PipelineTimeline": "megatron_lightning.callbacks.pipeline_timeline",
         "ProfilerWindow": "megatron_lightning.callbacks.profiler_window",
+        "Fault": "megatron_lightning.callbacks.rehearsal.faults",
+        "FaultInjector": "megatron_lightning.callbacks.rehearsal.injector",
         "RescueCheckpoint": "megatron_lightning.callbacks.rescue",
         "SampleText": "megatron_lightning.callbacks.sample_text",
         "SpikeGuard": "megatron_lightning.callbacks.spike_guard",

@@ -58,3 +58,9 @@ def shard_stem(identifier: str, number: int) -> str:
         number: The rank.
     """
     return f"tensors.{identifier}.{number:05d}"
+
+
+# ---------------------------------------------------------------------------------- a run's folder
+
+INJECTED_FAULTS = "injected_faults.jsonl"
+"""Notes of faults on purpose."""

@@ -43,9 +43,10 @@ class Position:
     activity: str
     """Phase of the run, such as "training"."""
     seconds: float
-    """Since the rank's last batch ended."""
+    """Since the begin of what takes too long, such as a batch."""
     stack: list[str]
-    """Frames of the main thread, the innermost first, and frames of a compilation further out."""
+    """Frames of the main thread, or of the thread that saves, the innermost first, and frames of a
+    compilation further out."""
     collectives: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Process group -> number of the group's collectives begun by this rank, and the last
     collective."""
@@ -78,7 +79,16 @@ def main_stack() -> list[str]:
 
     Frames of a compilation further out are included: a compiler's own stack may be deeper.
     """
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    return _stack(threading.main_thread())
+
+
+def stack_of(name: str) -> list[str]:
+    """Return the innermost frames of the thread of a name. Empty if there is no such thread."""
+    return next((_stack(thread) for thread in threading.enumerate() if thread.name == name), [])
+
+
+def _stack(thread: threading.Thread) -> list[str]:
+    frame: FrameType | None = sys._current_frames().get(thread.ident or 0)
     stack: list[str] = []
     while frame is not None:
         code = frame.f_code

@@ -70,6 +70,13 @@ class CheckpointHooks(RankHooks):
             self._checkpoint_io, AsyncCheckpointIO
         )
 
+    @property
+    def writing_since(self) -> float | None:
+        """Begin of the save now written in the background, in seconds of ``time.monotonic()``.
+        None: no save is being written. Any thread may ask.
+        """
+        return None if self.run is None else self.run.checkpoints.saver.writing_since
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the module's state."""

@@ -7,12 +7,9 @@ of the samples of every batch, on every rank, and resumes from the newest checkp
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
-import signal
 import sys
-import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -23,7 +20,8 @@ import lightning.pytorch as pl
 import psutil
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from megatron_lightning.callbacks import HangWatch, RescueCheckpoint
+from megatron_lightning.callbacks import FaultInjector, HangWatch, RescueCheckpoint
+from megatron_lightning.callbacks.rehearsal import faults
 from megatron_lightning.models import TransformerConfig
 from megatron_lightning.modules import GPTLightningModule, PretrainDataModule
 from megatron_lightning.resilience.restart import Restarts
@@ -41,62 +39,38 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "dp2-cp2": {"context_parallel_size": 2, "micro_batch_size": 2},
 }
-DISK = ("fsync", "write", "writev", "pwrite", "rename", "replace")
 
 
-class Fault(pl.Callback):
+class Fault(FaultInjector):
     """One rank fails at the begin of a batch."""
 
     def __init__(self, folder: Path, kind: str, rank: int) -> None:
-        self.folder = folder
-        self.kind = kind
-        self.rank = rank
+        self.is_sound = kind == "none"
+        real: Any = "full_disk" if kind == "disk" else kind
+        fault = faults.Fault(
+            kind="slow" if self.is_sound else real, step=FAULT_STEP, rank=rank, num_steps=STEPS
+        )
+        super().__init__([fault], folder=folder)
 
-    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         say(f"RANK {trainer.global_rank} {os.getpid()}")
+        if not self.is_sound:
+            super().on_train_start(trainer, pl_module)
 
     def on_train_batch_start(
-        self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         digest = hashlib.sha256(batch["tokens"].numpy().tobytes()).hexdigest()[:12]
         say(f"SAMPLES {trainer.global_rank} {trainer.global_step} {digest}")
         # Every rank sees its own share of the data: all ranks note what they saw before the fault.
-        if trainer.global_step != FAULT_STEP or trainer.global_rank != self.rank:
-            return
-        if self.kind == "none" or (self.folder / "fault").exists():
-            return
-        (self.folder / "fault").touch()
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def _begin(self, *args: Any) -> None:
         say(f"FAULT {time.time()}")
-        getattr(self, f"_{self.kind}")()
+        super()._begin(*args)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         say(f"LOSS {trainer.global_rank} {trainer.global_step} {float(args[1]['loss'])!r}")
-
-    def _kill(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def _exception(self) -> None:
-        raise RuntimeError("the injected fault")
-
-    def _hang(self) -> None:
-        threading.Event().wait()
-
-    def _disk(self) -> None:
-        """No byte of a checkpoint can be written from now on."""
-
-        def full(function: Any, *args: Any, **kwargs: Any) -> Any:
-            if args and isinstance(args[0], int) and args[0] <= 2:
-                return function(*args, **kwargs)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        for name in DISK:
-            setattr(os, name, partial(full, getattr(os, name)))
-
-    def _sigterm(self) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def _sigusr1(self) -> None:
-        os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def say(text: str) -> None:

@@ -9,6 +9,7 @@ single job at a time, in the same order.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,6 +18,8 @@ import torch
 from megatron_lightning.checkpoint.writing.saving import Snapshot
 from megatron_lightning.parallel.shards.spec import Shard
 
+SAVING_THREAD = "checkpoint-save"
+"""Name of the thread."""
 _ALIGN_BYTES = 64
 
 
@@ -54,7 +57,8 @@ class BackgroundJob:
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint-save")
+        self._thread = threading.Thread(target=self._run, name=SAVING_THREAD)
+        self.began_s = time.monotonic()
         self._thread.start()
 
     def _run(self) -> None:

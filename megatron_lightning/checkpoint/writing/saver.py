@@ -153,12 +153,20 @@ class Saver:
             self._group = AxisGroup("checkpoint", world.ranks, world.rank, process_group)
         return self._group
 
+    @property
+    def writing_since(self) -> float | None:
+        """Begin of the save now written in the background, in seconds of ``time.monotonic()``.
+        None: no save is being written. Any thread may ask.
+        """
+        job = self._job
+        return job.began_s if job is not None and job.running else None
+
     def finish(self) -> None:
         """Wait for the background save, if any."""
         if self._job is None:
             return
-        job, self._job = self._job, None
-        error = job.wait()
+        error = self._job.wait()
+        self._job = None
         if isinstance(error, CheckpointError):
             self._report(error)
         elif error is not None:

@@ -99,6 +99,6 @@ def _varies(shard: Tensor) -> bool:
     """Return whether a shard holds more than two distinct values.
 
     The first step of an optimizer such as Adam moves every value of a shard of ones by the learning
-    rate, up or down, so that small shards often become equal.
+    rate, up or down, so that small shards often become equal. ``unique`` would count every NaN.
     """
-    return shard.numel() > 2 and torch.unique(shard).numel() > 2
+    return shard.numel() > 2 and torch.unique(shard.nan_to_num()).numel() > 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from megatron_lightning.callbacks import HangWatch
+from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.resilience.hangs import Timed
 from megatron_lightning.resilience.stacks import Position, describe, main_stack, suspects
 from tests.helpers.toy import ToyModule
+from tests.helpers.trainers import trainer
 from tests.lightning.support import DP2, ONE, TP2_PP2, Layout, layouts, run
 
 SLEEP_S = 3.0
@@ -127,3 +132,84 @@ def test_limits_that_every_batch_passes_are_refused() -> None:
         HangWatch(factor=1)
     with pytest.raises(ConfigError, match=r"action is 'end'; it must be one of"):
         HangWatch(action="end")  # type: ignore[arg-type]
+
+
+class _SlowDisk(pl.Callback):
+    """The disk stands still in one save, or the whole setup or validation does."""
+
+    def __init__(self, where: str, step: int = 1) -> None:
+        self.where, self.step = where, step
+
+    def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.where == "setup":
+            time.sleep(SLEEP_S / 2)
+
+    def on_validation_epoch_end(self, *_: Any) -> None:
+        if self.where == "validation":
+            time.sleep(SLEEP_S / 2)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.where not in {"save", "writing"} or trainer.global_step != self.step:
+            return
+        real = os.fsync
+
+        def waits(descriptor: int) -> None:
+            os.fsync = real
+            time.sleep(SLEEP_S / 2)
+            real(descriptor)
+
+        os.fsync = waits
+
+
+def _section_hangs(layout: Layout, folder: str) -> dict[str, list[tuple[str, str]]]:
+    places = ("setup", "save", "writing", "validation")
+    return {where: _hangs_in(layout, f"{folder}/{where}", where) for where in places}
+
+
+def _hangs_in(layout: Layout, folder: str, where: str) -> list[tuple[str, str]]:
+    limits = {"save" if where == "writing" else where: timedelta(seconds=0.4)}
+    watch = HangWatch(at_least=timedelta(seconds=60), sections=limits)
+    options = CheckpointOptions(async_save=where == "writing")
+    fit = trainer(
+        layout.strategy(checkpoint_options=options),
+        default_root_dir=folder,
+        callbacks=[watch, _SlowDisk(where), ModelCheckpoint(folder, every_n_train_steps=1)],
+        max_steps=3,
+        enable_checkpointing=True,
+        val_check_interval=2,
+    )
+    fit.fit(ToyModule(), datamodule=layout.data_module())
+    return [(hang.headline, hang.text) for hang in watch.hangs]
+
+
+def test_sections_have_limits(tmp_path: Path) -> None:
+    expected = {
+        "setup": ("has been in the setup for", "in the setup", "on_fit_start"),
+        "save": ("has been in a save for", "in a save", "waits"),
+        "writing": ("has been writing a save for", "in the writing of a save", "waits"),
+        "validation": ("has been in one validation for", "in a validation", "on_validation"),
+    }
+    (found,) = run(ONE, _section_hangs, tmp_path)
+    for where, (headline, activity, frame) in expected.items():
+        line, text = found[where][0]
+        assert headline in line and "(limit 0.4 s)" in line, (where, line)
+        assert activity in text and frame in text, (where, text)
+
+
+def test_limits_of_sections_are_learned() -> None:
+    save = Timed("save", "been in a save", at_first_s=5.0)
+    save.begin(10.0)
+    assert save.limit_s(factor=10.0, at_least_s=1.0) == 5.0
+    save.end(12.0)
+    assert save.limit_s(factor=10.0, at_least_s=1.0) == 20.0
+    assert save.limit_s(factor=10.0, at_least_s=60.0) == 60.0
+    save.begin(20.0)
+    save.patience = 2  # after an alarm
+    assert save.limit_s(factor=10.0, at_least_s=1.0) == 40.0
+    save.end(21.0)
+    assert save.limit_s(factor=10.0, at_least_s=1.0) == 20.0
+
+
+def test_sections_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sections has 'load': 0:01:00.*Set the sections of"):
+        HangWatch(sections={"load": timedelta(minutes=1)})  # type: ignore[dict-item]

@@ -1,0 +1,1 @@
+"""Faults on purpose, to rehearse what a long run meets."""
