@@ -42,7 +42,7 @@ _LIMIT_S = 7200.0
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """What the curves have in common."""
+    """Settings shared by all curves."""
 
     steps: int = 1000
     rows: int = 8

@@ -1,4 +1,4 @@
-"""What kept curves say: a CSV, a picture, and the tables of ``docs/convergence.md``."""
+"""CSV, picture and tables of ``docs/convergence.md``, from the kept curves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WIDTH, _HEIGHT, _LEFT, _GAP = 900, 260, 60, 40
 
 
 class Distance(NamedTuple):
-    """How far a curve is from the one beside it, relative to its loss."""
+    """Differences of two curves, relative to the loss."""
 
     first: float
     """At the first step, before any update."""

@@ -1,4 +1,4 @@
-"""Which tests of ``tests/gpu`` passed on which GPU: a record that the repository keeps.
+"""Record of the tests of ``tests/gpu`` that passed, by GPU. The repository keeps it.
 
     python -m pytest -m gpu tests/gpu --junitxml=report.xml
     python -m benchmarks.gpu_tests report.xml       # adds to results/gpu_tests.json

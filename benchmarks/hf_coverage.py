@@ -1,4 +1,4 @@
-"""Which families of ``transformers`` train equally on several ranks, unchanged.
+"""Compare families of ``transformers``, unchanged, on several ranks with one process.
 
     python -m benchmarks.hf_coverage --work coverage.jsonl --layouts tp2
 

@@ -1,4 +1,4 @@
-"""Which causal-LM families of ``transformers`` part the documents that share a row.
+"""Find the causal-LM families of ``transformers`` that part the documents of a row.
 
     python -m benchmarks.hf_packed --work packed.jsonl
     python -m benchmarks.hf_packed --work packed.jsonl --images

@@ -68,7 +68,7 @@ WEIGHT_TOLERANCE = 1e-4
 
 ROUNDING = 1e-7
 SENSITIVITY = 10
-"""How much farther than a rounding leads, a result may be and still say nothing."""
+"""Largest difference of a sensitive family, in units of the effect of a rounding."""
 
 
 class CausalLM(pl.LightningModule):

@@ -1,4 +1,4 @@
-"""Which public optimizers train equally on every layout, and which are refused.
+"""Compare public optimizers on every layout with one process.
 
     python -m benchmarks.optimizers                          # prints the table
     python -m benchmarks.optimizers --write --work runs.jsonl  # docs/optimizers.md and results/

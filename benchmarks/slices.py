@@ -1,4 +1,4 @@
-"""Which tests of the support matrix passed, and which skips have a reason.
+"""Records of passed tests for the support matrix, and reasons for skips.
 
     make test-slice                                       # writes .pytest_cache/report.xml
     python -m benchmarks.slices .pytest_cache/report.xml  # skips by module

@@ -1,4 +1,4 @@
-"""What ``convert verify`` and ``convert compare`` find, as values."""
+"""Results of ``convert verify`` and ``convert compare``, as values."""
 
 from __future__ import annotations
 

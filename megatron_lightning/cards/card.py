@@ -32,23 +32,23 @@ OF_CARD = ("model", "revision", "reduced")
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A claim, and what was found."""
+    """A claim and its measurement."""
 
     id: str
     """One of :data:`ITEMS`; ``fit:LAYOUT``."""
     command: str
     """Reruns this item alone."""
     expected: str
-    """What the measured value is compared with."""
+    """Reference of the comparison, in words."""
     measured: float | None
-    """How far the result is from what was expected. None: nothing was measured."""
+    """Difference between result and reference. None: nothing was measured."""
     tolerance: float | None
     """Largest value that passes."""
     reason: str
-    """Why the tolerance is what it is."""
+    """Reason for the tolerance."""
     status: Status
     why: str = ""
-    """Why the item failed or was skipped."""
+    """Reason for a failure or a skip."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """Further values, which show that the comparison says something."""
     seconds: float = 0.0
@@ -56,7 +56,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Card:
-    """What holds for a model."""
+    """Measured claims about a model."""
 
     header: Mapping[str, Any]
     items: Sequence[Item]

@@ -48,7 +48,7 @@ class SkippedError(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """What an item measured."""
+    """Measurement of an item."""
 
     expected: str
     measured: float

@@ -62,7 +62,7 @@ class Job:
 
 @dataclass
 class Curve:
-    """What a training logged at every step."""
+    """Losses and gradient norms of a training, by step."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a name of Megatron-LM, Megatron Bridge or NeMo is here, as data and as an answer to users.
+"""Translate names of Megatron-LM, Megatron Bridge and NeMo, as data and as answers to users.
 
 The tables are parsed at the first question, so that nobody else waits.
 """

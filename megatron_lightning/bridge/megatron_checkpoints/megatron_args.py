@@ -1,4 +1,4 @@
-"""What Megatron-LM reads beside the tensors of a checkpoint (``common.pt``): arguments, counts,
+"""Contents of a Megatron-LM checkpoint beside its tensors (``common.pt``): arguments, counts,
 groups of the optimizer, and its scheduler.
 """
 

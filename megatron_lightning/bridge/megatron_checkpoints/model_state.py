@@ -36,7 +36,7 @@ _CLASSES = frozenset({"Adam", "AdamW"})
 
 
 class ModelState(NamedTuple):
-    """What is exported."""
+    """Model and optimizer state for export."""
 
     config: TransformerConfig
     weights: Mapping[str, Lazy]

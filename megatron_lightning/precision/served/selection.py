@@ -1,5 +1,5 @@
-"""Which layers of a model servers hold in few bits: the linear layers and experts in the blocks of
-the language model.
+"""Select the layers that servers hold in few bits: linear layers and experts in the blocks of the
+language model.
 """
 
 from __future__ import annotations

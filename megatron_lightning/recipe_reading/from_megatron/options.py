@@ -19,7 +19,7 @@ DEFAULTS = """
 --lr-decay-style linear --lr-warmup-iters 0 --min-lr 0.0
 --log-interval 100 --eval-iters 100 --eval-interval 1000 --num-workers 2
 """
-"""What Megatron does without the option, and a configuration here may do otherwise."""
+"""Defaults of Megatron for options whose defaults differ here."""
 
 MLA_DEFAULTS = "--kv-lora-rank 32 --rotary-scaling-factor 1.0 --mscale 1.0 --mscale-all-dim 0.0"
 """Further defaults with ``--multi-latent-attention``."""
