@@ -1,13 +1,16 @@
 """Imported once by the fork server, so that every rank starts with the package and what tests use
-of Lightning loaded."""
+of Lightning loaded: a rank that imports these itself needs longer for that than for a fit."""
 
 import contextlib
 import gc
+import importlib
 import io
 import logging
 import os
+import pkgutil
 import tempfile
 import warnings
+from types import ModuleType
 
 import rich.progress  # noqa: F401
 import torch
@@ -15,6 +18,8 @@ import torch.utils.tensorboard
 import transformers
 
 import megatron_lightning.strategies.megatron
+import tests.helpers
+import tests.lightning.vectors  # noqa: F401
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer
 
@@ -22,9 +27,19 @@ with contextlib.suppress(ImportError):
     import peft  # noqa: F401
 
 
+def _import_all(*packages: ModuleType) -> None:
+    """Import every module of the packages but commands, and modules for packages that are not
+    installed."""
+    for package in packages:
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(module.name)
+
+
 def _import_models() -> None:
-    """Import what transformers imports on first use; a rank would need as long as for training."""
-    for family in ("Bert", "Llama", "Mixtral", "Qwen3"):
+    """Import what transformers imports on first use."""
+    for family in ("Bert", "Gemma3", "GptOss", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3"):
         getattr(transformers, f"{family}Model")
     transformers.GPT2LMHeadModel  # noqa: B018
     transformers.AutoModelForCausalLM  # noqa: B018
@@ -53,6 +68,7 @@ def _validate_once() -> None:
     os.environ.update(variables)
 
 
+_import_all(megatron_lightning, tests.helpers)
 _import_models()
 _validate_once()
 torch.set_num_threads(1)
