@@ -19,7 +19,7 @@ import transformers
 
 import megatron_lightning.strategies.megatron
 import tests.helpers
-import tests.lightning.vectors  # noqa: F401
+import tests.lightning.vectors
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer
 
