@@ -114,6 +114,8 @@ PLANS: Mapping[str, Plan] = MappingProxyType({
     "ep2": Plan("two data-parallel ranks share the experts", 2,
                 {"data_parallel": "zero1", "expert_model_parallel_size": 2},
                 beside="one-experts", experts=4),
+    "rounded-experts": Plan("one process, experts; weights changed by a rounding of 1e-7",
+                            beside="one-experts", experts=4, rounding=1e-7),
 })  # fmt: skip
 """Name -> curve, the most telling first."""
 

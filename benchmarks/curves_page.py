@@ -20,7 +20,7 @@ WINDOW = 50
 _DIGITS = 1e-5
 _COLORS = (
     "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f",
-    "#bcbd22", "#17becf", "#393b79", "#637939", "#8c6d31", "#843c39",
+    "#bcbd22", "#17becf", "#393b79", "#637939", "#8c6d31", "#843c39", "#5254a3",
 )  # fmt: skip
 _WIDTH, _HEIGHT, _LEFT, _GAP = 900, 260, 60, 40
 
@@ -90,10 +90,33 @@ def tables(records: Mapping[str, Mapping[str, Any]], contract: Contract) -> Iter
         )
     missing = [name for name in PLANS if name not in records]
     yield ""
+    yield from _in_words(records)
     yield f"Not run: {', '.join(missing) or 'none'}."
     yield ""
-    header = next(iter(records.values()))["header"]
-    yield f"{header['date'][:10]}, {machine.headline(header)}."
+    headers = [record["header"] for record in records.values()]
+    yield f"{headers[0]['date'][:10]}, {machine.headline(headers[0])}."
+    if others := sorted({each["commit"] for each in headers} - {headers[0]["commit"]}):
+        yield f"Of other curves, by the same versions: commits {', '.join(others)}."
+
+
+def _in_words(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield to which digit, and for how long, curves of fp32 are equal to those beside them."""
+    for what, has_experts in (("Llama", False), ("Mixtral", True)):
+        found = [
+            distance(record["losses"], records[beside]["losses"])
+            for name, record in records.items()
+            if (beside := PLANS[name].beside) in records and beside is not None
+            and PLANS[name].precision == "32-true" and not PLANS[name].rounding
+            and bool(PLANS[name].experts) == has_experts
+        ]  # fmt: skip
+        if found:
+            yield (
+                f"- {what} in fp32: {len(found)} curve{'s' * (len(found) > 1)}, equal to the curve "
+                f"beside to 1e-5 for {min(each.equal_steps for each in found)} steps, to "
+                f"{max(each.single for each in found):.1e} in every step, and to "
+                f"{max(each.averaged for each in found):.1e} averaged over {WINDOW} steps."
+            )
+    yield ""
 
 
 def csv(records: Mapping[str, Mapping[str, Any]]) -> str:
@@ -117,7 +140,7 @@ def picture(records: Mapping[str, Mapping[str, Any]]) -> str:
         if (beside := PLANS[name].beside) in records and beside is not None
     }  # fmt: skip
     colors = dict(zip(PLANS, _COLORS, strict=True))
-    height = 2 * (_HEIGHT + _GAP) + 18 * len(records) + 20
+    height = 2 * (_HEIGHT + _GAP) + 18 * len(records) + 40
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
         'font-family="sans-serif" font-size="12">',
@@ -128,8 +151,14 @@ def picture(records: Mapping[str, Mapping[str, Any]]) -> str:
             _HEIGHT + 2 * _GAP, is_log=True,
         ),
     ]  # fmt: skip
+    num_steps = max(len(record["losses"]) for record in records.values())
+    for part in range(5):
+        x = _LEFT + (_WIDTH - 10 - _LEFT) * part / 4
+        label = f"{num_steps * part // 4}" + " steps" * (part == 4)
+        y = 2 * (_HEIGHT + _GAP) + 14
+        lines.append(f'<text x="{x:.0f}" y="{y}" text-anchor="end">{label}</text>')
     for number, name in enumerate(records):
-        y = 2 * (_HEIGHT + _GAP) + 18 * (number + 1)
+        y = 2 * (_HEIGHT + _GAP) + 20 + 18 * (number + 1)
         lines.append(f'<rect x="{_LEFT}" y="{y - 9}" width="18" height="3" fill="{colors[name]}"/>')
         text = escape(f"{name}: {PLANS[name].about}")
         lines.append(f'<text x="{_LEFT + 26}" y="{y}">{text}</text>')
