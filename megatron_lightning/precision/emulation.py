@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.linear.gemm import Gemm, Operand, Role, is_quantized, rows
+from megatron_lightning.layers.linear.kept_weight import KeptWeight
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.random.rng import QUANTIZATION, RngStreams
@@ -40,7 +41,6 @@ from megatron_lightning.precision.groups import (
     padded_counts,
 )
 from megatron_lightning.precision.hadamard import rotate
-from megatron_lightning.precision.kept_weight import KeptWeight
 from megatron_lightning.precision.quantization import TwoLevelScales, block_of, encode
 from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.precision.scaling import Block, amax_of_matrices, values_of

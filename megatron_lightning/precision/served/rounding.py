@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron_lightning.precision.kept_weight import KeptWeight
+from megatron_lightning.layers.linear.kept_weight import KeptWeight
 
 
 class Rounding:
