@@ -6,6 +6,7 @@ from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from megatron_lightning.data.images.image_options import ImageOptions
+    from megatron_lightning.data.rollouts.environments import Turn
     from megatron_lightning.modules.distillation import DistillationModule
     from megatron_lightning.modules.dpo import DPOModule
     from megatron_lightning.modules.finetune_data import FinetuneDataModule
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from megatron_lightning.modules.masked_module import MaskedLanguageModule
     from megatron_lightning.modules.post_training.policy import PolicyModule
     from megatron_lightning.modules.post_training.rollout_data import RolloutDataModule
+    from megatron_lightning.modules.post_training.tool_environment import ToolEnvironment
     from megatron_lightning.modules.preference_data import PreferenceDataModule
     from megatron_lightning.modules.pretrain_data import PretrainDataModule
 
@@ -31,6 +33,8 @@ __all__ = [
     "PreferenceDataModule",
     "PretrainDataModule",
     "RolloutDataModule",
+    "ToolEnvironment",
+    "Turn",
 ]
 
 lazy_attributes(
@@ -48,5 +52,7 @@ lazy_attributes(
         "PreferenceDataModule": "megatron_lightning.modules.preference_data",
         "PretrainDataModule": "megatron_lightning.modules.pretrain_data",
         "RolloutDataModule": "megatron_lightning.modules.post_training.rollout_data",
+        "ToolEnvironment": "megatron_lightning.modules.post_training.tool_environment",
+        "Turn": "megatron_lightning.data.rollouts.environments",
     },
 )

@@ -30,6 +30,7 @@ CASES: Mapping[str, dict[str, Any]] = {
     "gspo": {
         "loss_type": "grpo",
         "importance_sampling_level": "sequence",
+        "temperature": 0.8,
         "beta": 0.5,
         "importance_sampling_correction": "sequence_truncate",
         "importance_sampling_clip_max": 1.2,

@@ -17,6 +17,8 @@ from megatron_lightning.data.chat.conversations import (
 from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.errors import DataError
 
+_KEYS = frozenset({"prompt_ids", "prompt", "messages", "conversations", "instruction"})
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -27,6 +29,8 @@ class Prompt:
     """Messages, a text, or ids: as the row has it."""
     row: Mapping[str, Any]
     """All fields of the row."""
+    where: str = ""
+    """Place of the row, for errors."""
 
 
 def prompt_of(row: Row, tokenizer: ChatTokenizer | None, template: ChatTemplate | None) -> Prompt:
@@ -45,7 +49,8 @@ def prompt_of(row: Row, tokenizer: ChatTokenizer | None, template: ChatTemplate 
         raise row.error
     fields = row.fields
     if "prompt_ids" in fields:
-        return Prompt([int(value) for value in fields["prompt_ids"]], fields["prompt_ids"], fields)
+        given = [int(value) for value in fields["prompt_ids"]]
+        return Prompt(given, fields["prompt_ids"], fields, row.where)
     if tokenizer is None:
         raise DataError(
             f"{row.where}: the prompt is text, and neither the data nor the model have a "
@@ -54,7 +59,7 @@ def prompt_of(row: Row, tokenizer: ChatTokenizer | None, template: ChatTemplate 
     prompt = fields.get("prompt")
     if isinstance(prompt, str):
         [(ids, _)] = tokenizer.encode([prompt])
-        return Prompt([*tokenizer.begin, *ids.tolist()], prompt, fields)
+        return Prompt([*tokenizer.begin, *ids.tolist()], prompt, fields, row.where)
     messages = _messages(row)
     if template is None:
         raise DataError(
@@ -64,7 +69,17 @@ def prompt_of(row: Row, tokenizer: ChatTokenizer | None, template: ChatTemplate 
     chat = Chat(row.where, messages, fields.get("tools"), options=_options(fields))
     text, _ = template.render(chat, messages, prompt=True)
     [(ids, _)] = tokenizer.encode([text])
-    return Prompt(ids.tolist(), messages, fields)
+    return Prompt(ids.tolist(), messages, fields, row.where)
+
+
+def row_prompt(row: Row, tokenizer: ChatTokenizer, template: ChatTemplate | None) -> Prompt:
+    """Return the prompt of a row for an environment, which may have its own.
+
+    The arguments are those of :func:`prompt_of`.
+    """
+    if row.error is None and not _KEYS & row.fields.keys():
+        return Prompt([], [], row.fields, row.where)
+    return prompt_of(row, tokenizer, template)
 
 
 def _messages(row: Row) -> list[Any]:

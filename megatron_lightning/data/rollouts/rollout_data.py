@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_lightning.data.chat.chat_template import ChatTemplate
 from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
 from megatron_lightning.data.flat_options import takes
+from megatron_lightning.data.rollouts.environments import maker_of
 from megatron_lightning.data.rollouts.generation import Generation
-from megatron_lightning.data.rollouts.prompts import Prompt, prompt_of
+from megatron_lightning.data.rollouts.prompts import Prompt, prompt_of, row_prompt
 from megatron_lightning.data.rollouts.rewards import Rewards
 from megatron_lightning.data.rollouts.rollout_options import RolloutOptions
 from megatron_lightning.data.rows.sources import read_rows, source_files
@@ -103,11 +104,38 @@ class RolloutData(RunData):
         Raises:
             DataError: If a row has none, or there are no rows.
         """
-        tokenizer, template = self.tokenizer, self._template()
+        tokenizer, template = self.tokenizer, self._chat_template
         rows = list(read_rows(str(self.options.prompts)))
         if not rows:
             raise DataError(f"{self.options.prompts}: there is no row to read a prompt of.")
+        if self.options.environment is not None:
+            tokenizer, template = self.chat_parts()
+            return [row_prompt(row, tokenizer, template) for row in rows]
         return [prompt_of(row, tokenizer, template) for row in rows]
+
+    @cached_property
+    def environment(self) -> Callable[[], Any]:
+        """Function that makes environments."""
+        return maker_of(self.options.environment, self.options.environment_options)
+
+    def chat_parts(self) -> tuple[ChatTokenizer, ChatTemplate]:
+        """Return tokenizer and template of conversations with an environment.
+
+        Raises:
+            ConfigError: If one is missing.
+        """
+        tokenizer, template = self.tokenizer, self._chat_template
+        if tokenizer is None or template is None:
+            missing = "tokenizer" if tokenizer is None else "chat_template"
+            raise ConfigError(
+                f"an environment is set, and neither the data nor the model have a {missing} to "
+                f"write its messages with. Set {missing} of RolloutDataModule."
+            )
+        return tokenizer, template
+
+    @cached_property
+    def _chat_template(self) -> ChatTemplate | None:
+        return self._template()
 
     def _template(self) -> ChatTemplate | None:
         special = {} if self.tokenizer is None else self.tokenizer.special_tokens

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from megatron_lightning.config.value_checks import check_counts
+from megatron_lightning.data.rollouts.turns import History
 from megatron_lightning.errors import ConfigError
 
 
@@ -32,6 +33,13 @@ class RolloutOptions:
         overlong_buffer: Last tokens of the budget that cost a reward ``overlong``, from 0 down to
             -1 for an answer of all tokens. Default: no such reward.
         reward_timeout_s: Seconds after which an answer has no reward.
+        environment: Class of the environment that answers are given to, or its class path. See
+            :mod:`megatron_lightning.data.rollouts.environments`. Default: a sample is one answer.
+        environment_options: Arguments of the environment.
+        max_turns: Answers of a sample, at most.
+        timeout_s: Seconds after which a call of the environment is given up.
+        history: ``refuse`` chat templates that change earlier messages once more follow, or
+            ``keep`` the sampled ids, whatever the template would show.
         seed: Seed of the order of prompts, and of the answers.
         tokenizer: Folder or name of a tokenizer. Default: that of the model's folder.
         chat_template: Text or file of a chat template. Default: the tokenizer's.
@@ -52,6 +60,11 @@ class RolloutOptions:
     dynamic_sampling: int = 0
     overlong_buffer: int | None = None
     reward_timeout_s: float = 60.0
+    environment: Any = None
+    environment_options: dict[str, Any] | None = None
+    max_turns: int = 8
+    timeout_s: float = 60.0
+    history: History = "refuse"
     seed: int = 0
     tokenizer: str | None = None
     chat_template: str | None = None
@@ -59,24 +72,37 @@ class RolloutOptions:
     pad_to: int = 64
 
     def __post_init__(self) -> None:
-        check_counts(self, "batch_size", "num_generations", "pad_to", "overlong_buffer")
+        check_counts(
+            self, "batch_size", "num_generations", "pad_to", "overlong_buffer", "max_turns"
+        )
         if (self.prompts is None) == (self.replay is None):
             both = "both set" if self.prompts is not None else "both left out"
             raise ConfigError(
                 f"prompts and replay are {both}: rows are either sampled or recorded. Set one."
             )
-        if self.prompts is not None and not self.rewards:
+        if self.prompts is not None and not self.rewards and self.environment is None:
             raise ConfigError(
                 "prompts are set, and rewards are not, so that no answer is better than another. "
-                "Set rewards to functions reward(prompt, answer, row), or to their class paths."
+                "Set rewards to functions reward(prompt, answer, row), or to their class paths, or "
+                "set an environment."
             )
         if self.prompts is not None and self.num_generations < 2:
             raise ConfigError(
                 f"num_generations is {self.num_generations}, and an advantage compares answers of "
                 "the same prompt. Set it to 2 or more."
             )
-        if self.dynamic_sampling < 0 or self.reward_timeout_s <= 0:
+        if self.dynamic_sampling < 0 or min(self.reward_timeout_s, self.timeout_s) <= 0:
             raise ConfigError(
-                f"dynamic_sampling={self.dynamic_sampling} and reward_timeout_s="
-                f"{self.reward_timeout_s}; must not be negative, and the time not 0."
+                f"dynamic_sampling={self.dynamic_sampling}, reward_timeout_s="
+                f"{self.reward_timeout_s} and timeout_s={self.timeout_s}; must not be negative, "
+                "and times not 0."
+            )
+        if self.history not in get_args(History):
+            raise ConfigError(
+                f"history is {self.history!r}; must be one of {', '.join(get_args(History))}."
+            )
+        if self.environment is None and self.environment_options is not None:
+            raise ConfigError(
+                "environment_options are set, and environment is not. Set it to a class path, or "
+                "leave the options out."
             )

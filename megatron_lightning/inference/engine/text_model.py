@@ -149,6 +149,28 @@ class TextModel(ABC):
         _check_finite(requests)
         return [[_completion_of(row[i]) for row in rows] for i in range(len(prompts))]
 
+    def continue_each(
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
+    ) -> list[Completion]:
+        """Continue prompts, each with options and a seed of its own. Every rank of a replica passes
+        the same prompts, and gets the same texts.
+
+        Args:
+            prompts: Token ids of each prompt, at least one id.
+            samplings: Options of each prompt.
+
+        Raises:
+            ConfigError: If a prompt is empty, can never fit, or stop strings need a tokenizer.
+            NonFiniteError: If logits of a text are not finite.
+        """
+        requests = [
+            self.requests.one(prompt, sampling=sampling)
+            for prompt, sampling in zip(prompts, samplings, strict=True)
+        ]
+        self.run(requests)
+        _check_finite(requests)
+        return [_completion_of(request) for request in requests]
+
     def score(
         self,
         contexts: Sequence[Sequence[int]],

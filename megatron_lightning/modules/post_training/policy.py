@@ -208,8 +208,11 @@ class PolicyModule(ReferencedModule):
 
     def _shared(self, make: Callable[[], str]) -> str:
         """Return what ``make`` returns on the first rank, which alone calls it."""
-        made = make() if self.trainer.is_global_zero else ""
-        return made if self.context is None else self.context.axis("world").broadcast_object(made)
+        made, context = make() if self.trainer.is_global_zero else "", self.context
+        if context is not None:  # not over the world, whose collectives in steps are refused
+            for group in (context.dp, context.tp, context.cp, context.pp):
+                made = group.broadcast_object(made)
+        return made
 
     def _old_scores(self, generation: TrainedGeneration) -> list[Tensor] | None:
         """Return the log-probabilities of all rows, if several updates share the generation."""

@@ -58,9 +58,20 @@ class RolloutDataModule(RunDataModule, RolloutData):
         self.use_model(module)
         if self.samples:
             _ = self.rewards, self.prompts
-            self._check_weights()
+            if self.options.environment is not None:
+                _ = self.environment
+                self._check_ends()
+            else:
+                self._check_weights()
         else:
             self.file(0)
+
+    def _check_ends(self) -> None:
+        if not self.end_ids:
+            raise ConfigError(
+                "an environment is set, and no end tokens are known, so that no answer would end "
+                "before max_completion_length. Set end_ids of RolloutDataModule."
+            )
 
     def _check_weights(self) -> None:
         names = {*self.rewards.functions}

@@ -1,16 +1,18 @@
 """Generations that the weights of a fit sample.
 
 The replicas share the prompts of a generation. All ranks of a replica run the engine on the same
-prompts. The first one calls the user's functions, and sends the others the rewards: functions that
-ask a service or a clock would differ between ranks. Then the replicas exchange their rows.
+prompts. The first one calls the user's functions and environments, and sends the others the
+results: code that asks a service or a clock would differ between ranks. Then the replicas exchange
+their rows.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -22,11 +24,15 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine.text_model import Completion
 from megatron_lightning.inference.engine.uncached_loop import Sampling
 from megatron_lightning.layers.losses.advantages import without_signal
+from megatron_lightning.modules.post_training.episodes import SECONDS, TURNS, Episodes
 from megatron_lightning.modules.post_training.policy_options import PolicyOptions
 from megatron_lightning.modules.post_training.rollout_data import RolloutDataModule
-from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
 
+T = TypeVar("T")
 Group = list[Rollout]
+Text = tuple[Sequence[int], Sequence[int], Sequence[float | None]]
+"""Ids behind a prompt, whether each was sampled, and log-probabilities."""
 
 
 class RolloutSampler:
@@ -74,11 +80,12 @@ class RolloutSampler:
         data, failures = self._data, Counter[str]()
         pending = {slot: data.prompt_of(number, slot) for slot in range(data.num_prompts)}
         found: dict[int, Group] = {}
-        num_replaced = num_tokens = 0
+        num_replaced = num_tokens = num_samples = 0
         for turn in range(1 + data.options.dynamic_sampling):
             groups, failed = self._round(number, turn, pending)
             failures += failed
-            num_tokens += sum(len(row.ids) for group in groups.values() for row in group)
+            num_samples += sum(len(group) for group in groups.values())
+            num_tokens += sum(sum(row.mask) for group in groups.values() for row in group)
             found |= groups
             dull = [slot for slot, group in groups.items() if self._is_dull(group)]
             if not dull or turn == data.options.dynamic_sampling:
@@ -88,11 +95,14 @@ class RolloutSampler:
             num_replaced += len(dull)
             pending = {s: data.prompt_of(number, p) for s, p in zip(dull, further, strict=True)}
         seconds = time.monotonic() - start
+        for name, count in ((TURNS, num_samples), (SECONDS, self._context.dp.size)):
+            if name in failures:  # sums over samples, or over replicas
+                failures[name] /= count  # type: ignore[assignment]
         self.statistics = {
             "sampling_s": seconds,
             "sampled_tokens_per_s": num_tokens / max(seconds, 1e-9),
             "replaced_groups": float(num_replaced),
-            **{f"reward_failures/{name}": float(count) for name, count in failures.items()},
+            **{name: float(count) for name, count in failures.items()},
         }
         return Generation([row for slot in sorted(found) for row in found[slot]])
 
@@ -106,23 +116,77 @@ class RolloutSampler:
         """Return the groups of some prompts, by their places, and failures of rewards."""
         data, group = self._data, self._context.dp
         own = {s: p for i, (s, p) in enumerate(pending.items()) if i % group.size == group.rank}
-        seeds = [self._seed(number, turn, slot) for slot in own]
-        texts = self._completions(list(own.values()), seeds)
-        rewards, failures = self._rewards(list(own.values()), texts)
-        rows = {
-            slot: [
-                self._row(number * data.num_prompts + slot, prompt, one, reward, seed + index)
-                for index, (one, reward) in enumerate(zip(answers, given, strict=True))
-            ]
-            for (slot, prompt), seed, answers, given in zip(
-                own.items(), seeds, texts, rewards, strict=True
-            )
-        }
+        seeds = {slot: self._seed(number, turn, slot) for slot in own}
+        converse = self._answers if data.options.environment is None else self._conversations
+        rows, failures = converse(number * data.num_prompts, own, seeds)
         everywhere = group.all_gather_object((rows, failures))
         return (
             {slot: one for part, _ in everywhere for slot, one in part.items()},
             sum((counted for _, counted in everywhere), Counter[str]()),
         )
+
+    def _answers(
+        self, first: int, prompts: Mapping[int, Prompt], seeds: Mapping[int, int]
+    ) -> tuple[dict[int, Group], Counter[str]]:
+        """Return groups of single answers by their places, and failures of rewards.
+
+        Args:
+            first: Number of the generation's first group.
+            prompts: Prompts of this replica by their places.
+            seeds: Seed of the first answer of every place.
+        """
+        texts = self._completions(list(prompts.values()), list(seeds.values()))
+        rewards, failures = self._rewards(list(prompts.values()), texts)
+        return {
+            slot: [
+                self._row(
+                    first + slot,
+                    prompt.ids,
+                    (text.sampled_tokens, [1] * len(text.sampled_tokens), text.sampled_logprobs),
+                    reward,
+                    seeds[slot] + index,
+                )
+                for index, (text, reward) in enumerate(zip(answers, given, strict=True))
+            ]
+            for (slot, prompt), answers, given in zip(prompts.items(), texts, rewards, strict=True)
+        }, failures
+
+    def _conversations(
+        self, first: int, prompts: Mapping[int, Prompt], seeds: Mapping[int, int]
+    ) -> tuple[dict[int, Group], Counter[str]]:
+        """Return groups of conversations with environments by their places, and failures. The
+        arguments are those of :meth:`_answers`.
+        """
+        count, policy = self._data.options.num_generations, self._policy
+        is_first = not any(group.rank for group in self._groups_of_replica)
+        samples = [(p, seeds[slot] + n) for slot, p in prompts.items() for n in range(count)]
+        episodes = Episodes(
+            self._data, samples if is_first else (), policy.max_completion_length, self._longest
+        )
+        try:
+            wanted = self._from_first(episodes.begin)
+            while wanted:
+                samplings = [
+                    Sampling(max_new_tokens=most, temperature=policy.temperature, seed=seed)
+                    for _, most, seed in wanted
+                ]
+                texts = self._engine().continue_each([ids for ids, _, _ in wanted], samplings)
+                wanted = self._from_first(partial(episodes.take, texts))
+            self._from_first(episodes.end)
+        finally:
+            episodes.close()
+        return self._from_first(lambda: self._rows_of(episodes, first, list(prompts)))
+
+    def _rows_of(
+        self, episodes: Episodes, first: int, slots: Sequence[int]
+    ) -> tuple[dict[int, Group], Counter[str]]:
+        count = self._data.options.num_generations
+        rows: dict[int, Group] = {slot: [] for slot in slots}
+        for number, one in enumerate(episodes.all):
+            slot, text = slots[number // count], (one.ids, one.mask, one.logprobs)
+            row = self._row(first + slot, one.prompt_ids, text, one.rewards, one.seed)
+            rows[slot].append(row)
+        return rows, episodes.counts
 
     def _seed(self, number: int, turn: int, slot: int) -> int:
         """Return the seed of a group's first answer. No answer of a fit has the seed of another."""
@@ -130,6 +194,9 @@ class RolloutSampler:
         rounds = number * (1 + options.dynamic_sampling) + turn
         place = rounds * self._data.num_prompts + slot
         return (options.seed << 32) + place * options.num_generations
+
+    def _engine(self) -> Any:
+        return self._strategy.engine(model=self._model, stops=self._data.end_ids)
 
     def _completions(
         self, prompts: Sequence[Prompt], seeds: Sequence[int]
@@ -144,12 +211,11 @@ class RolloutSampler:
                     f"the model's {self._longest} positions. Lower max_completion_length, or leave "
                     "long prompts out."
                 )
-        engine = self._strategy.engine(model=self._model, stops=data.end_ids)
         sampling = Sampling(
             max_new_tokens=policy.max_completion_length, temperature=policy.temperature
         )
         number = data.options.num_generations
-        found: list[list[Completion]] = engine.generate(
+        found: list[list[Completion]] = self._engine().generate(
             [prompt.ids for prompt in prompts], sampling, number, seeds=list(seeds)
         )
         return found
@@ -157,36 +223,53 @@ class RolloutSampler:
     def _rewards(
         self, prompts: Sequence[Prompt], texts: Sequence[Sequence[Completion]]
     ) -> tuple[list[list[dict[str, float | None]]], Counter[str]]:
-        """Return the rewards of every answer. The first rank of a replica computes them."""
-        groups = (self._context.tp, self._context.cp, self._context.pp)
+        """Return the rewards of every answer, and failures by kind."""
+        tokenizer = self._data.tokenizer
+        answers = [
+            (
+                prompt.shown,
+                one.tokens if tokenizer is None else tokenizer.decode(one.tokens),
+                prompt.row,
+            )
+            for prompt, group in zip(prompts, texts, strict=True)
+            for one in group
+        ]
+        scores, failures = self._from_first(lambda: self._data.rewards.score(answers))
+        count = self._data.options.num_generations
+        groups = [scores[i : i + count] for i in range(0, len(scores), count)]
+        return groups, Counter({f"reward_failures/{n}": c for n, c in failures.items()})
+
+    @property
+    def _groups_of_replica(self) -> tuple[AxisGroup, ...]:
+        return self._context.tp, self._context.cp, self._context.pp
+
+    def _from_first(self, make: Callable[[], T]) -> T:
+        """Return what ``make`` returns on the first rank of the replica, which alone calls it. Its
+        errors are raised on all ranks.
+        """
         result: Any = None
-        if not any(group.rank for group in groups):
-            tokenizer = self._data.tokenizer
-            answers = [
-                (
-                    prompt.shown,
-                    one.tokens if tokenizer is None else tokenizer.decode(one.tokens),
-                    prompt.row,
-                )
-                for prompt, group in zip(prompts, texts, strict=True)
-                for one in group
-            ]
-            scores, failures = self._data.rewards.score(answers)
-            count = self._data.options.num_generations
-            result = [scores[i : i + count] for i in range(0, len(scores), count)], failures
-        for group in groups:  # each from those that have it by now
+        if not any(group.rank for group in self._groups_of_replica):
+            try:
+                result = make(), None
+            except Exception as error:
+                result = None, error
+        for group in self._groups_of_replica:  # each from those that have it by now
             result = group.broadcast_object(result)
-        return result[0], result[1]
+        value, failure = result
+        if failure is not None:
+            raise failure
+        found: T = value
+        return found
 
     def _row(
         self,
         group: int,
-        prompt: Prompt,
-        text: Completion,
+        prompt_ids: Sequence[int],
+        text: Text,
         rewards: Mapping[str, float | None],
         seed: int,
     ) -> Rollout:
-        ids = text.sampled_tokens
+        ids, mask, logprobs = text
         buffer = self._data.options.overlong_buffer
         if buffer is not None:
             excess = len(ids) - (self._policy.max_completion_length - buffer)
@@ -196,11 +279,11 @@ class RolloutSampler:
             rewards = {**rewards, OVERLONG: penalty}
         return Rollout(
             group=group,
-            prompt_ids=list(prompt.ids),
+            prompt_ids=list(prompt_ids),
             ids=list(ids),
-            mask=[1] * len(ids),
-            logprobs=list(text.sampled_logprobs),
-            steps=[self._step] * len(ids),
+            mask=list(mask),
+            logprobs=list(logprobs),
+            steps=[self._step if is_sampled else None for is_sampled in mask],
             rewards=rewards,
             seed=seed,
         )

@@ -1,0 +1,315 @@
+"""Policies that talk with environments of users: turns, failures, tools, and replays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from megatron_lightning.config import PipelineOptions
+from megatron_lightning.data.rollouts.environments import Hosted, call_all, close_all
+from megatron_lightning.data.rollouts.generation import Generation
+from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.modules import (
+    GPTLightningModule,
+    RolloutDataModule,
+    ToolEnvironment,
+    Turn,
+)
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.chats import CHATML, make_tokenizer, write_rows
+from tests.helpers.layouts import PP, TP, tiny_config
+from tests.helpers.policies import Policy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import Losses, trainer
+
+CONFIG = tiny_config(vocab_size=320, max_sequence_length=160)
+HERE = __name__
+ENDS = [1, *range(20, 80)]  # a model with random weights ends its answers, too
+_closed: Counter[str] = Counter()
+
+
+class Guess:
+    """Answers every answer with its length, in two turns."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+        self.count = 0
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"{row['question']} {seed % 2}"}]
+
+    async def step(self, messages: list[dict[str, str]], answer: str) -> Turn:
+        assert [one["role"] for one in messages] == ["user", "assistant"] * self.count + ["user"]
+        await asyncio.sleep(0)
+        self.count += 1
+        again = [{"role": "user", "content": f"it has {len(answer)}"}]
+        return Turn(again, self.scale * (len(answer) % 3), self.count == 3)
+
+    def close(self) -> None:
+        _closed["guess"] += 1
+
+
+class Moody(Guess):
+    """Fails by the question: raises, sleeps, hangs, returns None, or all is well."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[dict[str, str]]:
+        self.kind = row["kind"]
+        if self.kind == 0:
+            raise OSError("no sandbox is left")
+        return super().reset(row, seed)
+
+    async def step(self, messages: list[dict[str, str]], answer: str) -> Turn:
+        if self.kind == 1:
+            await asyncio.sleep(60)
+        if self.kind == 2:
+            time.sleep(2)
+        return None if self.kind == 3 else await super().step(messages, answer)  # type: ignore[return-value]
+
+    def close(self) -> None:
+        _closed[f"moody {self.kind}"] += 1
+
+
+class _Metrics(Losses):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
+        self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+
+
+def write(folder: Path, template: str = CHATML) -> None:
+    make_tokenizer(template=template).save_pretrained(folder / "tokenizer")
+    rows = [{"question": f"what is {n}", "kind": n % 5} for n in range(10)]
+    write_rows(folder / "prompts.jsonl", rows)
+
+
+def fit(
+    folder: str,
+    options: dict[str, Any] | None = None,
+    of_data: Mapping[str, Any] | None = None,
+    *,
+    steps: int = 2,
+    budget: int = 90,
+) -> _Metrics:
+    """Train on the ranks of this process's group."""
+    record = _Metrics()
+    explicit = PipelineOptions(explicit_steps=True)
+    strategy = MegatronStrategy(pipeline_options=explicit, **(options or {}))
+    chosen = trainer(strategy, max_steps=steps, callbacks=[record], default_root_dir=folder)
+    given = {"prompts": f"{folder}/prompts.jsonl", "environment": f"{HERE}.Guess"}
+    data = RolloutDataModule(
+        **{"num_generations": 2, "batch_size": 4, "end_ids": ENDS, "pad_to": 4}
+        | {"tokenizer": f"{folder}/tokenizer"}
+        | (given if "replay" not in (of_data or {}) else {})
+        | dict(of_data or {})
+    )
+    policy = Policy(
+        GPTLightningModule(CONFIG),
+        temperature=0.7,
+        max_completion_length=budget,
+        scale_rewards="batch",
+    )
+    chosen.fit(policy, datamodule=data)
+    return record
+
+
+def _files(folder: Path, version: int = 0) -> list[Generation]:
+    paths = sorted((folder / "rollouts" / f"version_{version}").iterdir())
+    return [Generation.read(str(path)) for path in paths]
+
+
+def test_turns_are_sampled_trained_and_replayed(tmp_path: Path) -> None:
+    write(tmp_path)
+    _closed.clear()
+    sampled = fit(str(tmp_path))
+    rows = [row for file in _files(tmp_path) for row in file.rows]
+    assert len(rows) == _closed["guess"] == 8
+    tokenizer = make_tokenizer()
+    for row in rows:
+        assert len(row.ids) <= 90
+        first = tokenizer.decode(row.prompt_ids)
+        assert first.startswith("<|im_start|>user\nwhat is") and first.endswith("assistant\n")
+        context = tokenizer.decode([i for i, m in zip(row.ids, row.mask, strict=True) if not m])
+        assert context.count("it has") == context.count("<|im_start|>assistant")
+        assert [one is None for one in row.logprobs] == [not m for m in row.mask]
+    assert max(len(row.ids) - sum(row.mask) for row in rows) >= 40  # two turns of the environment
+    assert sampled.metrics[0]["turns"] > 2
+    assert all(m["sampler_difference_max"] < 1e-5 for m in sampled.metrics)
+    replayed = fit(str(tmp_path), of_data={"replay": f"{tmp_path}/rollouts/version_0"})
+    assert (replayed.losses, replayed.norms) == (sampled.losses, sampled.norms)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
+def test_every_layout_talks_alike(tmp_path: Path, layout: str) -> None:
+    write(tmp_path)
+    whole = fit(str(tmp_path))
+    options = {"dp": {}, "tp": {TP: 2}, "pp": {PP: 2, "micro_batch_size": 2}}[layout]
+    of_data = {"batch_size": 2 if layout == "dp" else 4, "folder": str(tmp_path / "own")}
+    for own in run_ranks(2, _on_ranks, str(tmp_path), options, of_data, timeout_s=600):
+        assert own.norms == pytest.approx(whole.norms, rel=1e-5)
+        assert all(m["sampler_difference_max"] < 1e-5 for m in own.metrics)
+    paths = sorted((tmp_path / "own").iterdir())
+    texts = [[row.ids for row in Generation.read(str(path)).rows] for path in paths]
+    assert texts == [[row.ids for row in file.rows] for file in _files(tmp_path)]
+
+
+def _on_ranks(folder: str, options: dict[str, Any], of_data: dict[str, Any]) -> _Metrics:
+    return fit(folder, options, of_data)
+
+
+def test_environments_that_fail_are_counted_and_closed(tmp_path: Path) -> None:
+    """Ten samples of five kinds: one each is well. The fit continues."""
+    write(tmp_path)
+    _closed.clear()
+    of_data = {
+        "environment": f"{HERE}.Moody",
+        "environment_options": {"scale": 2.0},
+        "timeout_s": 0.5,
+        "batch_size": 20,
+    }
+    counts = fit(str(tmp_path), of_data=of_data, steps=1).metrics[0]
+    for kind, count in (
+        ("reset_raised_OSError", 4), ("step_timed_out", 8), ("step_none", 4),
+    ):  # fmt: skip
+        assert counts[f"environment_failures/{kind}"] == count
+    assert counts["unscored_rows"] == 16
+    assert sum(_closed.values()) == 20
+    [file] = _files(tmp_path)
+    rewards = [row.rewards["environment"] for row in file.rows]
+    assert rewards.count(None) == 16 and all(one % 2.0 == 0.0 for one in rewards if one)
+
+
+def test_close_is_called_though_a_thread_hangs_or_a_task_is_not_cancelled() -> None:
+    release, closed = threading.Event(), Counter[str]()
+
+    class Stuck:
+        async def deaf(self) -> None:
+            while not release.is_set():
+                try:
+                    await asyncio.sleep(0.05)
+                except asyncio.CancelledError:
+                    continue
+
+        def hangs(self) -> None:
+            release.wait(20)
+
+        async def close(self) -> None:
+            closed["closed"] += 1
+
+    failures = Counter[str]()
+    hosted = [Hosted(Stuck) for _ in range(2)]
+    calls = {0: (hosted[0], lambda one: one.deaf()), 1: (hosted[1], lambda one: one.hangs())}
+    start = time.monotonic()
+    found = call_all(calls, "step", 0.2, failures)
+    close_all(hosted, 0.2, failures)
+    assert time.monotonic() - start < 5
+    assert [one.failure for one in found.values()] == ["step_timed_out"] * 2
+    assert failures == {"step_timed_out": 2} and closed["closed"] == 2
+    release.set()
+    time.sleep(0.2)  # the threads end
+
+
+DROPS = CHATML.replace(
+    "{{ message.content }}",
+    "{% if loop.last or message.role != 'assistant' %}{{ message.content }}{% endif %}",
+)
+
+
+def test_a_template_that_drops_answers_is_refused_or_kept(tmp_path: Path) -> None:
+    write(tmp_path, DROPS)
+    with pytest.raises(DataError, match=r"prompts.jsonl:\d+: .* message 1 \(assistant\)"):
+        fit(str(tmp_path))
+    found = fit(str(tmp_path), of_data={"history": "keep"}, steps=1)
+    assert found.metrics[0]["turns"] > 2
+    assert found.metrics[0]["sampler_difference_max"] < 1e-5
+
+
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: One number.
+        b: Another.
+    """
+    return a + b
+
+
+class Bank:
+    """An environment of TRL."""
+
+    def reset(self, **row: Any) -> str:
+        self.money = row["money"]
+        return f" You have {self.money}."
+
+    async def spend(self, amount: int) -> str:
+        """Spend.
+
+        Args:
+            amount: How much.
+        """
+        if amount > self.money:
+            raise ValueError("too much")
+        self.money -= amount
+        return f"{self.money} left"
+
+    def get_reward(self) -> float:
+        return float(self.money)
+
+
+def test_tools_and_environments_of_trl_are_environments() -> None:
+    environment = ToolEnvironment([f"{HERE}.add"], f"{HERE}.Bank")
+    assert [tool["function"]["name"] for tool in environment.tools] == ["add", "spend"]
+    row = {"prompt": [{"role": "user", "content": "Buy."}], "money": 5}
+
+    async def talk() -> tuple[Any, list[Turn], float | None]:
+        first = await environment.reset(row, 3)
+        said = [
+            "<tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"
+            for name, arguments in (
+                ("add", {"a": 2, "b": 3}), ("spend", {"amount": 9}), ("spend", {"amount": 2}),
+            )
+        ]  # fmt: skip
+        turns = [await environment.step([], one) for one in (*said, "I have 3.")]
+        return first, turns, await environment.end()
+
+    first, turns, reward = asyncio.run(talk())
+    assert first == [{"role": "user", "content": "Buy. You have 5."}]
+    results = [turn.messages[0]["content"] for turn in turns[:3]]
+    assert results == ["5", '{"error": "too much"}', "3 left"]
+    assert [turn.done for turn in turns] == [False, False, False, True]
+    assert turns[0].answer is not None
+    assert turns[0].answer["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": 3}
+    assert reward == 3.0
+
+
+@pytest.mark.parametrize(
+    ("of_data", "message"),
+    [
+        ({"environment": "nowhere.Game"}, "environment 'nowhere.Game' cannot be imported"),
+        ({"environment": f"{HERE}.Bank"}, "has no step. Set it to a class with reset"),
+        ({"environment": None, "environment_options": {}}, "environment is not"),
+        ({"tokenizer": None}, "have a tokenizer"),
+        ({"history": "drop"}, "must be one of refuse, keep"),
+        ({"max_turns": 0}, "max_turns"),
+        ({"timeout_s": 0.0}, "timeout_s=0.0"),
+    ],
+)
+def test_environments_that_cannot_work_are_refused(
+    tmp_path: Path, of_data: dict[str, Any], message: str
+) -> None:
+    write(tmp_path)
+    with pytest.raises((ConfigError, DataError), match=message):
+        fit(str(tmp_path), of_data={"rewards": [f"{HERE}.add"], **of_data})
