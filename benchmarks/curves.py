@@ -20,7 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks import machine
+from benchmarks import curves_tuning, machine
 from benchmarks.ranks import run
 from benchmarks.small_runs import num_ranks, one_epoch
 from megatron_lightning.cards.header import read_record
@@ -85,6 +85,8 @@ class Plan:
     precision: str = "32-true"
     experts: int = 0
     """Experts of a layer, each half as wide as the dense layer; two see a token. 0: Llama."""
+    tuning: str = ""
+    """``lora`` or ``full``: fine-tuning of rows with prompts, in 300 steps."""
     rounding: float = 0.0
     """Relative size of random changes of the first weights."""
     then: str | None = None
@@ -116,6 +118,12 @@ PLANS: Mapping[str, Plan] = MappingProxyType({
                 beside="one-experts", experts=4),
     "rounded-experts": Plan("one process, experts; weights changed by a rounding of 1e-7",
                             beside="one-experts", experts=4, rounding=1e-7),
+    "trl-lora": Plan("TRL's SFTTrainer and peft's LoRA, one process", beside=None, tuning="lora"),
+    "lora-tp2": Plan("LoRA of an untouched Llama, tensor parallelism", 2, {TP: 2},
+                     beside="trl-lora", tuning="lora"),
+    "trl-full": Plan("TRL's SFTTrainer, all weights, one process", beside=None, tuning="full"),
+    "full-zero1": Plan("all weights, two data-parallel ranks, zero1", 2,
+                       {"data_parallel": "zero1"}, beside="trl-full", tuning="full"),
 })  # fmt: skip
 """Name -> curve, the most telling first."""
 
@@ -204,19 +212,26 @@ def train(
     """
     _quiet()
     losses, begin = _Losses(), time.process_time()
-    module = _Module(
-        init_from_hf=folder, learning_rate=contract.peak_lr, min_learning_rate=contract.min_lr,
-        warmup_steps=contract.warmup_steps, decay_steps=contract.steps,
-        weight_decay=contract.weight_decay, betas=contract.betas, eps=contract.eps,
-    )  # fmt: skip
-    module.rounding = plan.rounding
+    settings: dict[str, Any] = {
+        "learning_rate": contract.peak_lr, "min_learning_rate": contract.min_lr,
+        "warmup_steps": contract.warmup_steps, "decay_steps": contract.steps,
+        "weight_decay": contract.weight_decay, "betas": contract.betas, "eps": contract.eps,
+    }  # fmt: skip
+    if plan.tuning:
+        module = curves_tuning.module_of(plan, folder, settings)
+    else:
+        module = _Module(init_from_hf=folder, **settings)
+        module.rounding = plan.rounding
     trainer = one_epoch(
         plan.strategy, losses, max_steps=steps.stop, precision=plan.precision,
         gradient_clip_val=contract.clip, num_sanity_val_steps=0,
     )  # fmt: skip
     replicas = num_ranks() if "data_parallel" in (plan.strategy or {}) else 1
-    rows: Any = [{"tokens": row[:-1], "labels": row[1:]} for row in token_rows(contract)]
+    tokens = token_rows(contract)
+    rows: Any = [{"tokens": row[:-1], "labels": row[1:]} for row in tokens]
     loader = DataLoader(rows, contract.rows // replicas)
+    if plan.tuning:
+        loader = curves_tuning.loader_of(tokens, replicas, contract.rows)
     trainer.fit(module, loader, ckpt_path=checkpoint if steps.start else None)
     if checkpoint is not None and steps.stop < contract.steps:
         trainer.save_checkpoint(checkpoint)
@@ -261,11 +276,21 @@ def train_with_transformers(contract: Contract, folder: str) -> tuple[list[float
 def measure(name: str, contract: Contract) -> dict[str, Any]:
     """Return the record of a curve."""
     plan, header = PLANS[name], machine.describe(f"python -m benchmarks.curves {name}")
+    contract = contract_of(plan, contract)
     with tempfile.TemporaryDirectory() as work:
         folder, checkpoint = f"{work}/llama", f"{work}/middle"
         make_folder(contract, Path(folder), plan.experts)
         parts: list[list[tuple[list[float], float]]] = []
-        if name == "transformers":
+        if plan.tuning == "lora":
+            curves_tuning.make_adapter(folder, contract.seed)
+        if name.startswith("trl"):
+            rows = token_rows(contract)
+            trained = run(
+                1, curves_tuning.train_with_trl, contract, plan, folder, rows, limit_s=_LIMIT_S
+            )
+            header["versions"] |= trained[0][2]
+            parts.append([trained[0][:2]])
+        elif name == "transformers":
             parts.append(run(1, train_with_transformers, contract, folder, limit_s=_LIMIT_S))
         else:
             middle = contract.steps // 2 if plan.then else contract.steps
@@ -291,8 +316,20 @@ def kept(contract: Contract, folder: Path = FOLDER) -> dict[str, dict[str, Any]]
     return {
         name: records[name]
         for name in PLANS
-        if name in records and records[name]["contract"] == _plain(contract)
+        if name in records
+        and records[name]["contract"] == _plain(contract_of(PLANS[name], contract))
     }
+
+
+def contract_of(plan: Plan, contract: Contract) -> Contract:
+    """Return the contract of a curve: fine-tuning has 300 steps of 1,000, and LoRA ten times the
+    learning rate.
+    """
+    if not plan.tuning:
+        return contract
+    steps, warmup = max(2, contract.steps * 3 // 10), max(1, contract.warmup_steps * 3 // 10)
+    rate = contract.peak_lr * (10 if plan.tuning == "lora" else 1)
+    return replace(contract, steps=steps, warmup_steps=warmup, peak_lr=rate)
 
 
 def _plain(contract: Contract) -> dict[str, Any]:

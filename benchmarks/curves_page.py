@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,13 @@ _DIGITS = 1e-5
 _COLORS = (
     "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f",
     "#bcbd22", "#17becf", "#393b79", "#637939", "#8c6d31", "#843c39", "#5254a3",
+    "#31a354", "#756bb1", "#e6550d", "#636363",
 )  # fmt: skip
+_KINDS = {
+    "Llama": (False, ""), "Mixtral": (True, ""), "LoRA beside TRL with peft": (False, "lora"),
+    "All weights beside TRL": (False, "full"),
+}  # fmt: skip
+"""In words -> experts, and fine-tuning."""
 _WIDTH, _HEIGHT, _LEFT, _GAP = 900, 260, 60, 40
 
 
@@ -101,13 +108,13 @@ def tables(records: Mapping[str, Mapping[str, Any]], contract: Contract) -> Iter
 
 def _in_words(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield to which digit, and for how long, curves of fp32 are equal to those beside them."""
-    for what, has_experts in (("Llama", False), ("Mixtral", True)):
+    for what, of in _KINDS.items():
         found = [
             distance(record["losses"], records[beside]["losses"])
             for name, record in records.items()
             if (beside := PLANS[name].beside) in records and beside is not None
             and PLANS[name].precision == "32-true" and not PLANS[name].rounding
-            and bool(PLANS[name].experts) == has_experts
+            and (bool(PLANS[name].experts), PLANS[name].tuning) == of
         ]  # fmt: skip
         if found:
             yield (
@@ -124,8 +131,8 @@ def csv(records: Mapping[str, Mapping[str, Any]]) -> str:
     columns = [record["losses"] for record in records.values()]
     lines = [",".join(["step", *records])]
     lines += [
-        ",".join([str(step), *(f"{loss:.7g}" for loss in losses)])
-        for step, losses in enumerate(zip(*columns, strict=True), 1)
+        ",".join([str(step), *("" if x is None else f"{x:.7g}" for x in losses)])
+        for step, losses in enumerate(zip_longest(*columns), 1)
     ]
     return "\n".join(lines) + "\n"
 
@@ -188,8 +195,8 @@ def _panel(
         )
         label = f"1e{tick}" if is_log else str(tick)
         yield f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
+    step = (_WIDTH - 10 - _LEFT) / max(1, *(len(values) - 1 for values in scaled.values()))
     for name, values in scaled.items():
-        step = (_WIDTH - 10 - _LEFT) / max(1, len(values) - 1)
         points = " ".join(
             f"{_LEFT + step * index:.1f},{top + _HEIGHT * (high - value) / (high - low):.1f}"
             for index, value in enumerate(values)
