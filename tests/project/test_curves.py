@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers", "5")
 
-from benchmarks import curves, curves_page
+from benchmarks import curves, curves_page, curves_tuning
 from benchmarks.curves import PLANS, Contract
 from megatron_lightning.optim.lr_schedules import LRSchedule, ScheduledLR
 
@@ -70,6 +70,17 @@ def test_the_contract_of_the_schedule_is_that_of_transformers() -> None:
     assert rates[0][0] == 0.0
 
 
+def test_fine_tuning_has_a_contract_and_labels_of_its_own() -> None:
+    full, lora = (curves.contract_of(PLANS[f"trl-{kind}"], Contract()) for kind in ("full", "lora"))
+    assert (full.steps, full.warmup_steps, full.peak_lr) == (300, 30, 1e-3)
+    assert (lora.steps, lora.peak_lr) == (300, 1e-2)
+    assert curves.contract_of(PLANS["one"], Contract()) == Contract()
+    assert curves_tuning.labels_of(torch.arange(1, 6)).tolist() == [-100, -100, 3, 4, 5]
+    long, short = (_record(Contract(), [1.0] * steps) for steps in (3, 2))
+    table = curves_page.csv({"one": long, "trl-full": short}).splitlines()
+    assert table[0] == "step,one,trl-full" and table[-1] == "3,1,"
+
+
 def _record(contract: Contract, losses: list[float]) -> dict[str, Any]:
     return {
         "header": curves.machine.describe("x"), "contract": curves._plain(contract),
@@ -101,6 +112,9 @@ def test_a_run_goes_on_curve_by_curve(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "tp2-pp2"])
 def test_a_short_curve_is_that_beside_it(name: str) -> None:
+    if PLANS[name].tuning:
+        for package in ("trl", "datasets"):
+            pytest.importorskip(package)
     contract = Contract(**{**vars(SMALL), "num_layers": 4})
     record = curves.measure(name, contract)
     beside = PLANS[name].beside or name
