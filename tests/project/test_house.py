@@ -130,13 +130,13 @@ UPWARD_STRINGS = {
     "megatron_lightning/bridge/auto.py": ["megatron_lightning.modules"],  # AutoBridge.to_module
 }
 
-# Rooms with more files than fit a screen, and how many. A number may only fall. What stays flat has
-# public names.
+# Rooms with more than 16 files, and how many of these hold no public name. A number may only fall.
+# A new file whose names the room's __init__ exports changes nothing here.
 FULL_ROOMS = {
-    "bridge/families": 22,
-    "callbacks": 24,
-    "config": 18,
-    "modules": 24,
+    "bridge/families": 1,
+    "callbacks": 8,
+    "config": 8,
+    "modules": 15,
 }
 
 
@@ -313,11 +313,24 @@ def test_rooms_are_not_corridors() -> None:
     rooms = [path for path in (ROOT / "megatron_lightning").rglob("*") if path.is_dir()]
     rooms += [path for path in (ROOT / "strategies").rglob("*") if path.is_dir()]
     found = {
-        path.relative_to(ROOT).as_posix().removeprefix("megatron_lightning/"): len(files)
+        path.relative_to(ROOT).as_posix().removeprefix("megatron_lightning/"): _without_export(
+            files
+        )
         for path in rooms
         if len(files := [*path.glob("[!_]*.py")]) > 16
     }
-    assert found == FULL_ROOMS, "put files into rooms by subject; a smaller number goes in here"
+    assert found == FULL_ROOMS, (
+        "put files into rooms by subject, or export their names in the room's __init__; a smaller "
+        "number goes in here"
+    )
+
+
+def _without_export(files: Iterable[Path]) -> int:
+    """Return how many files of a room the room's ``__init__`` does not import from."""
+    return sum(
+        f".{path.parent.name}.{path.stem}" not in (path.parent / "__init__.py").read_text()
+        for path in files
+    )
 
 
 def test_names_of_files_are_spelled_once() -> None:

@@ -286,7 +286,7 @@ def test_findings_are_named_at_the_end_and_by_the_doctor(tmp_path: Path) -> None
 
 
 def test_names_are_those_of_the_table_with_a_sentence_in_the_docs() -> None:
-    assert tuple(sorted(kind.title() for kind in TABLE)) == GUARDS
+    assert tuple(sorted(kind.title() for kind in TABLE)) == GUARDS == tuple(sorted(MUTANTS))
     page = Path(__file__).parents[3] / "docs" / "differences.md"
     assert describe() in page.read_text(), "print(megatron_lightning.guards.table.describe())"
 
