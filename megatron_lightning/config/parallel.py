@@ -43,6 +43,9 @@ class DataParallelOptions:
     reduce_every_microbatch: bool = False
     """fsdp: reduce-scatter gradients after every micro-batch instead of once a step. Full gradients
     are then never kept."""
+    whole_tensors: bool = False
+    """Let one rank step each full parameter, also for optimizers that look element-wise when tried.
+    Known element-wise optimizers, such as AdamW, still divide parameters."""
 
     def __post_init__(self) -> None:
         check_counts(self, "bucket_size", "num_distributed_optimizer_instances")

@@ -76,6 +76,34 @@ def check_optimizers(
         )
 
 
+def check_owner_options(
+    classes: Sequence[str], options: DataParallelOptions, *, is_stored: bool
+) -> None:
+    """Check that owners can step full tensors under these options.
+
+    Args:
+        classes: Optimizers that read full tensors.
+        options: Options of the data-parallel step.
+        is_stored: Whether parameters are stored as quantized data.
+
+    Raises:
+        ConfigError: Naming the option.
+    """
+    refused = {
+        "fp8_param_gather": is_stored,
+        "optimizer_cpu_offload": options.optimizer_cpu_offload,
+        'moments_dtype="bf16"': options.moments_dtype == "bf16",
+        "overlap_param_gather": options.overlap_param_gather,
+    }
+    option = next((name for name, is_set in refused.items() if is_set), None)
+    if option is not None:
+        raise ConfigError(
+            f"{', '.join(classes)} reads full tensors, which one rank each owns and steps, and "
+            f"{option} is for optimizers whose ranks step the shards that they hold. Unset "
+            f"{option}, or choose an element-wise optimizer such as AdamW."
+        )
+
+
 def check_stepped_tensors(optimizers: Sequence[object], module: nn.Module) -> None:
     """Check that the optimizers step only parameters of the module.
 

@@ -282,7 +282,7 @@ class Checkpoints:
         tensors += entries.shards
         tensors += optimizer_tensors(views)
         if views:
-            plain_state["optimizer_states"] = optimizer_states(views, part, self._context.pp)
+            plain_state["optimizer_states"] = optimizer_states(views, part, self._context)
         return tensors, plain_state, entries.copies
 
     def _module_state(self, part: Part) -> ModuleState:

@@ -19,6 +19,7 @@ from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.optim.lr_schedules import ScheduledLR
 from megatron_lightning.optim.norms import GradientNorms
+from megatron_lightning.optim.owners.traffic import describe_owners
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 from megatron_lightning.step.gradients.gradient_guard import (
     GradientGuard,
@@ -77,7 +78,13 @@ class Training:
             units=part.units,
             storage=storage,
         )
-        if names := self.accumulation.tried_optimizers:
+        division = self.accumulation.division
+        if division.whole:
+            rank_zero_info(
+                "MegatronStrategy: "
+                + describe_owners(division.whole, self.accumulation.owner_traffic())
+            )
+        if names := division.tried:
             rank_zero_info(
                 f"MegatronStrategy: {', '.join(names)} was tried, not known: two copies that "
                 "step halves of its parameters, as the ranks do, agree with one that steps all."

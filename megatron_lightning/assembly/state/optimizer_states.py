@@ -20,7 +20,7 @@ from megatron_lightning.optim.stepping.group_names import (
     groups_of_rank,
     merge_groups,
 )
-from megatron_lightning.parallel.grid.context import AxisGroup
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
 
 
 class OptimizerHandle(dict[str, Any]):
@@ -60,18 +60,22 @@ def optimizer_tensors(views: Sequence[DistributedOptimizer]) -> list[TensorShard
 
 
 def optimizer_states(
-    views: Sequence[DistributedOptimizer], part: Part, pp: AxisGroup
+    views: Sequence[DistributedOptimizer], part: Part, context: ParallelContext
 ) -> list[dict[str, Any]]:
-    """Return Lightning's ``optimizer_states`` without the states' tensors. A collective over
-    ``pp``.
-    """
+    """Return Lightning's ``optimizer_states`` without the states' tensors. A collective."""
+    # Every stage has states of its own. Owners of full parameters have them on any rank.
+    owned = any(view.has_owners for view in views)
+    holders = context.axis("world") if owned else context.pp
+    ranks = holders.all_gather_object([view.plain_state() for view in views])
     return [
         {
-            "state": view.plain_state(),
+            "state": {name: values for rank in ranks for name, values in rank[index].items()},
             "param_groups": groups,
             CLASSES: class_names(view.optimizer),
         }
-        for view, groups in zip(views, merged_groups(views, part, pp), strict=True)
+        for index, (view, groups) in enumerate(
+            zip(views, merged_groups(views, part, context.pp), strict=True)
+        )
     ]
 
 

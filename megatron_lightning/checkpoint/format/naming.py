@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.parallel.shards.nested_state import filled
 
 OWN = "megatron_lightning"
 """Key of this package's entries in a Lightning checkpoint. The entry ``tied`` maps copies of
@@ -89,6 +90,10 @@ def join_tensors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dic
             checkpoint[key][int(index)]["state"].setdefault(fqn, {})[entry] = tensor
         else:
             checkpoint.setdefault(key, {})[name_inside] = tensor
+    for entry in checkpoint.get(_OPTIMIZERS, ()):
+        for values in entry["state"].values():
+            for key in [key for key, value in values.items() if not isinstance(value, Tensor)]:
+                values[key] = filled(key, values[key], values.pop)
     return checkpoint
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -34,7 +34,6 @@ from megatron_lightning.optim.gradients.parameter_shard import ParameterShard, m
 from megatron_lightning.optim.gradients.parameter_storage import ParameterStorage, StoredUnits
 from megatron_lightning.optim.gradients.reducer import GradientReducer
 from megatron_lightning.optim.gradients.usage import Beside, Usage
-from megatron_lightning.optim.stepping.owners import is_split
 from megatron_lightning.parallel.grid.context import ALONE, AxisGroup, ParallelContext
 from megatron_lightning.parallel.shards.spec import ShardSpec
 
@@ -159,7 +158,6 @@ class FullyShardedReducer(GradientReducer):
         context: ParallelContext,
         *,
         units: ShardedUnits,
-        matrices: Set[str] = frozenset(),
         options: DataParallelOptions | None = None,
         storage: ParameterStorage | None = None,
     ) -> None:
@@ -171,7 +169,6 @@ class FullyShardedReducer(GradientReducer):
             specs,
             context,
             sharded=True,
-            matrices=matrices - units.names,
             options=options,
             storage=storage,
         )
@@ -185,7 +182,9 @@ class FullyShardedReducer(GradientReducer):
         self.parameters = dict(parameters)
         for name, parameter in self._in_units.items():
             shard = _shard_of(parameter, is_main=units.compute_dtype is not None)
-            if shard is not None:
+            if shard is None:
+                self.absent[name] = nn.Parameter(parameter.to_local().detach().new_empty(0))
+            else:
                 self.shards[name] = shard
         self._gradients = [
             UnitGradients(
@@ -199,9 +198,6 @@ class FullyShardedReducer(GradientReducer):
         # Reductions in progress by data group: only one at a time, to bound the memory.
         self._started: dict[str, UnitGradients] = {}
         units.reduce_by(self._reduce_unit)
-        instances = self.options.num_distributed_optimizer_instances
-        self._exchange_group = context.divide(context.axis("tp-dp-cp"), instances)[0]
-        """The ranks that together hold each parameter of this stage once."""
         # Data group, and further groups to sum over -> parameters of the units.
         self._partial: dict[tuple[AxisGroup, tuple[AxisGroup, ...]], list[str]] = {}
         for name in self._in_units:
@@ -216,18 +212,6 @@ class FullyShardedReducer(GradientReducer):
         if not isinstance(parameter, DTensor):
             return super().frozen_shard(parameter)
         return _shard_of(parameter, is_main=self.units.compute_dtype is not None)
-
-    def matrix_shard(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
-        """Return the spec of this rank's shard of a matrix (possibly empty) and the ranks of all
-        shards.
-        """
-        if name not in self._in_units:
-            return None
-        spec = self.specs[name]
-        _, box = local_shard(self._in_units[name])
-        is_sharded = is_split(spec, self.context)
-        group = self._exchange_group if is_sharded else self.units.groups[spec.data_axes].shard
-        return spec.part(box), group
 
     @property
     def exchanges(self) -> bool:

@@ -35,11 +35,15 @@ from megatron_lightning.optim.gradients.param_gather import ParameterGather
 from megatron_lightning.optim.gradients.parameter_storage import ParameterStorage
 from megatron_lightning.optim.gradients.reducer import GradientReducer
 from megatron_lightning.optim.gradients.usage import Beside
-from megatron_lightning.optim.optimizer_checks import check_stepped_tensors, check_tied_copies
+from megatron_lightning.optim.optimizer_checks import (
+    check_owner_options,
+    check_stepped_tensors,
+    check_tied_copies,
+)
+from megatron_lightning.optim.owners.traffic import Traffic
 from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
-from megatron_lightning.optim.stepping.elementwise import Trial, require_divisible
+from megatron_lightning.optim.stepping.elementwise import Stepped, Trial, divide
 from megatron_lightning.optim.stepping.external_writes import WrittenWeights
-from megatron_lightning.optim.stepping.owners import names_of_matrices
 from megatron_lightning.optim.stepping.param_group_changes import (
     SteppedParameters,
     refuse_regrouping,
@@ -109,14 +113,12 @@ class GradientAccumulation:
         # Copies of a tied parameter must be stepped alike before anything is built: the check is a
         # collective, and every rank arrives here.
         check_tied_copies(optimizers, trainable, specs, context.pp)
-        matrices = names_of_matrices(optimizers, trainable)
         if self._units is None:
             self.reducer = GradientReducer(
                 trainable,
                 specs,
                 context,
                 sharded=self._sharded,
-                matrices=matrices,
                 stage_of=self._stage_of,
                 options=options,
                 storage=self._storage,
@@ -127,7 +129,6 @@ class GradientAccumulation:
                 specs,
                 context,
                 units=self._units,
-                matrices=matrices,
                 options=options,
                 storage=self._storage,
             )
@@ -143,23 +144,45 @@ class GradientAccumulation:
 
     def _view(self) -> None:
         """Make the optimizers step the results of the reduction."""
+        self.division = divide(
+            [(o, self._steps_of(o)) for o in self._optimizers if isinstance(o, Optimizer)],
+            self._context,
+            self._passed_trials,
+            whole_tensors=self._options.whole_tensors,
+        )
+        """How ranks divide the optimizers."""
+        if self.division.whole:
+            stored = self._storage is not None and bool(self._storage.names)
+            check_owner_options(self.division.whole, self._options, is_stored=stored)
         self._views = [
-            DistributedOptimizer(optimizer, self.reducer, self._names, self.gather)
+            DistributedOptimizer(
+                optimizer, self.reducer, self._names, self.gather, self.division.owned
+            )
             if isinstance(optimizer, Optimizer)
             else None
             for optimizer in self._optimizers
         ]
-        self.tried_optimizers = require_divisible(
-            [(view.optimizer, view.entries) for view in self.views],
-            self._context,
-            self._passed_trials,
-        )
-        """Classes with a passed trial, not known as element-wise."""
         reduced = {id(parameter) for parameter in self.reducer.parameters.values()}
         frozen = [p for p in self._names.values() if id(p) not in reduced]
         self._stepped = SteppedParameters(self._optimizers, frozen)
         self.written = WrittenWeights(list(self.views), self.gather, self._context)
         """Sends weights written outside of a step to all ranks."""
+
+    def owner_traffic(self) -> Traffic:
+        """Return what owners exchange and keep in a step of this pipeline stage."""
+        return Traffic.total(
+            exchange.traffic() for view in self.views for exchange in view.exchanges
+        )
+
+    def _steps_of(self, optimizer: Optimizer) -> list[Stepped]:
+        """Return the optimizer's parameters with reduced gradients."""
+        names = {id(parameter): name for name, parameter in self.reducer.parameters.items()}
+        return [
+            Stepped(id(group), self.reducer.specs[name], self.reducer.is_sharded(name))
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if (name := names.get(id(parameter))) is not None
+        ]
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {
@@ -300,7 +323,7 @@ class GradientAccumulation:
             if self.managed and view.optimizer is optimizer:
                 return view
         # Built again, since callbacks may have added parameter groups.
-        return DistributedOptimizer(optimizer, self.reducer, self._names)
+        return DistributedOptimizer(optimizer, self.reducer, self._names, owned=self.division.owned)
 
     def stepped_by_others(self, optimizer: Optimizer) -> set[str]:
         """Return the names of parameters stepped only by other optimizers, on this rank or not."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,6 @@ class _Key(NamedTuple):
     device: torch.device
     data_axes: str
     sum_groups: tuple[AxisGroup, ...]
-    is_matrix: bool
     is_plain: bool
     """Whether the parameters are stored as values."""
     stage: int
@@ -45,7 +44,6 @@ def build_buckets(
     *,
     groups: Mapping[str, DataGroups],
     tied: Mapping[str, AxisGroup],
-    matrices: Set[str] = frozenset(),
     stage_of: Mapping[str, int] | None = None,
     bucket_size: int | None = None,
     storage: ParameterStorage | None = None,
@@ -62,7 +60,6 @@ def build_buckets(
         groups: ``ShardSpec.data_axes`` -> the ranks of the group.
         tied: Name of an owner with copies on other pipeline ranks, or of such a copy -> the holding
             ranks.
-        matrices: Names of parameters needed as full matrices by the optimizer.
         stage_of: Name -> pipeline stage completing the parameter's gradient. A bucket with an early
             reduction belongs to a single stage.
         bucket_size: Elements of a full bucket. None: see :class:`DataParallelOptions`.
@@ -91,7 +88,6 @@ def build_buckets(
                 parameter.device,
                 spec.data_axes,
                 sum_groups,
-                is_matrix=name in matrices,
                 is_plain=name not in storage.names or not groups[spec.data_axes].sharded,
                 # Sums over other axes wait for the end of the step, when stages no longer matter.
                 stage=-1 if sum_groups else stages.get(name, -1),
@@ -107,7 +103,6 @@ def build_buckets(
             [parameters[name] for name in names],
             key.sum_groups,
             groups[key.data_axes],
-            tuple(sizes[name] for name in names) if key.is_matrix else None,
             plain_storage if key.is_plain else storage,
         )
         for key, names in _fill(keys, sizes, limit)

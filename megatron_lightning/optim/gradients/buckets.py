@@ -11,11 +11,8 @@ stage 1):
     |   rank 0's shard    |   rank 1's shard   |  …  |   last rank's shard           |
 
 Shards ignore the edges of parameters: a rank owns at most a single flat range of each, as
-:class:`ParameterShard`. For optimizers of full matrices every parameter is assigned to a single
-rank instead, and every shard ends with padding:
-
-    | parameter 2 | parameter 0 | pad | parameter 1 |     pad     | …
-    |        rank 0's shard           |    rank 1's shard         | …
+:class:`ParameterShard`. Optimizers of full tensors get them from the shards of several ranks
+(``owners``).
 """
 
 from __future__ import annotations
@@ -54,9 +51,6 @@ class Bucket:
     """Groups of the gradients' partial sums, reduced before the data-parallel reduction."""
     data: DataGroups
     """Ranks of the reduction and of the shards."""
-    assigned_by: tuple[int, ...] | None = None
-    """Weight of each parameter, each assigned to a single shard. None: shards ignore the edges of
-    parameters."""
     storage: ParameterStorage = field(default_factory=PlainStorage)
     """Storage of the parameters, if sharded."""
     gradient: Tensor = field(init=False)
@@ -80,10 +74,7 @@ class Bucket:
     def __post_init__(self) -> None:
         numels = [parameter.numel() for parameter in self.parameters]
         num_shards = self.data.shard.size if self.sharded else 1
-        if self.assigned_by is None:
-            self.offsets, size = flat_layout(numels, num_shards)
-        else:
-            self.offsets, size = assigned_layout(numels, self.assigned_by, num_shards)
+        self.offsets, size = flat_layout(numels, num_shards)
         like = self.parameters[0]
         self.gradient = torch.zeros(size, dtype=main_dtype(like.dtype), device=like.device)
         layout = self._layout
@@ -194,23 +185,6 @@ def flat_layout(numels: Sequence[int], num_shards: int) -> tuple[list[int], int]
     if num_shards > 1:
         size = _round_up(size, math.lcm(num_shards, BUCKET_ALIGNMENT))
     return offsets, size
-
-
-def assigned_layout(
-    numels: Sequence[int], weights: Sequence[int], num_shards: int
-) -> tuple[list[int], int]:
-    """Return the offset of each parameter and the size of the buffer, for parameters assigned to a
-    single shard each: the heaviest first, into the least loaded shard.
-    """
-    loads, filled, places = [0] * num_shards, [0] * num_shards, {}
-    for index in sorted(range(len(numels)), key=lambda i: -weights[i]):
-        shard = loads.index(min(loads))
-        places[index] = (shard, filled[shard])
-        loads[shard] += weights[index]
-        filled[shard] += _round_up(numels[index], PARAMETER_ALIGNMENT)
-    size = _round_up(max(filled), BUCKET_ALIGNMENT)
-    offsets = [places[index][0] * size + places[index][1] for index in range(len(numels))]
-    return offsets, size * num_shards
 
 
 def _round_up(value: int, multiple: int) -> int:

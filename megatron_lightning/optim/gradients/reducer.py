@@ -17,7 +17,7 @@ Parameters without a reduction and without an fp32 gradient keep the plain gradi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
 
 import torch
@@ -54,7 +54,6 @@ class GradientReducer:
             pipeline group.
         sharded: Keep only this rank's shard of the reduced gradients (ZeRO-1). False: all gradients
             on every rank.
-        matrices: Names of parameters needed as full matrices by the optimizer.
         stage_of: Name -> pipeline stage completing the parameter's gradient. None: all together.
         options: Size and communication of the buckets.
         storage: Storage of the parameters in sharded buckets. None: as values.
@@ -67,7 +66,6 @@ class GradientReducer:
         context: ParallelContext,
         *,
         sharded: bool,
-        matrices: Set[str] = frozenset(),
         stage_of: Mapping[str, int] | None = None,
         options: DataParallelOptions | None = None,
         storage: ParameterStorage | None = None,
@@ -94,7 +92,6 @@ class GradientReducer:
             context,
             groups=self.groups,
             tied=tied,
-            matrices=matrices,
             stage_of=stage_of,
             bucket_size=options.bucket_size,
             storage=storage,
@@ -105,6 +102,13 @@ class GradientReducer:
         for bucket in self.buckets:
             self.shards.update(bucket.shards())
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
+        self.absent: dict[str, nn.Parameter] = {
+            name: nn.Parameter(bucket.gradient.new_empty(0))
+            for name, bucket in self.bucket_of.items()
+            if name not in self.shards
+        }
+        """Name of a parameter of which only other ranks have shards -> an empty tensor, with a
+        gradient if the shards have one."""
         # Needs no reduction: autograd's own gradients serve.
         self._native = [
             parameter for name, parameter in self.parameters.items() if name not in self.bucket_of
@@ -157,12 +161,6 @@ class GradientReducer:
         """Return this rank's shard of a frozen parameter. None: this rank has no shard."""
         return ParameterShard.full(parameter)
 
-    def matrix_shard(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
-        """Return the spec of this rank's shard of a matrix and the ranks of the other shards. None:
-        an undivided matrix.
-        """
-        return None
-
     def detach(self) -> None:
         """Remove the hooks and drop all gradients. The reducer is not used afterwards."""
         for hook in self._hooks:
@@ -194,6 +192,8 @@ class GradientReducer:
             bucket.reset()
         for shard in self.shards.values():
             shard.target.grad = None
+        for empty in self.absent.values():
+            empty.grad = None
         for parameter in self._native:
             parameter.grad = None
         self._hidden = []
@@ -286,6 +286,8 @@ class GradientReducer:
         self.publish()
         for name, shard in self.shards.items():
             shard.target.grad = None if name in self._unused else shard.gradient
+        for name, empty in self.absent.items():
+            empty.grad = None if name in self._unused else torch.empty_like(empty)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the optimizers' gradients by parameter name in registration order. Unused

@@ -27,18 +27,13 @@ from megatron_lightning.optim.gradients.gradient_proxies import gradient_of
 from megatron_lightning.optim.gradients.param_gather import ParameterGather
 from megatron_lightning.optim.gradients.parameter_shard import ParameterShard, main_dtype
 from megatron_lightning.optim.gradients.reducer import GradientReducer
+from megatron_lightning.optim.owners.exchange import Exchange, Held, exchange_group
+from megatron_lightning.optim.owners.readers import matrix_units
+from megatron_lightning.optim.owners.units import Units, is_several
 from megatron_lightning.optim.stepping import moments
 from megatron_lightning.optim.stepping.entries import OptimizerEntry, Target
 from megatron_lightning.optim.stepping.main_params import MainParams, take_over
 from megatron_lightning.optim.stepping.optimizer_state import OptimizerState
-from megatron_lightning.optim.stepping.owners import (
-    MatrixExchange,
-    is_several,
-    is_split,
-    matrix_groups,
-    require_unsharded,
-    tensor_group,
-)
 from megatron_lightning.optim.stepping.reassigned_data import check_rebound
 from megatron_lightning.parallel.grid.context import ALONE, AxisGroup
 from megatron_lightning.parallel.shards.spec import ShardSpec
@@ -47,7 +42,7 @@ from megatron_lightning.parallel.shards.spec import ShardSpec
 class DistributedOptimizer(OptimizerState):
     """Make ``optimizer`` step this rank's shards. Construct once, before the first step.
 
-    The optimizer must be divisible over ranks: see ``elementwise.require_divisible``.
+    ``elementwise.divide`` tells which groups owners step in full.
 
     Args:
         optimizer: The optimizer of ``configure_optimizers``. The optimizer's parameters are
@@ -57,6 +52,8 @@ class DistributedOptimizer(OptimizerState):
         names: Name -> parameter of the full module, frozen parameters included. None: the
             reducer's.
         gather: Gathers the parameters after a step. None: inside the step.
+        owned: Id of a parameter group -> the full tensors that the group's optimizer steps. Groups
+            of Muon are known. Other groups are divided.
 
     Raises:
         ConfigError: If a trainable parameter is not part of the module. The parameter's gradient
@@ -69,6 +66,7 @@ class DistributedOptimizer(OptimizerState):
         reducer: GradientReducer,
         names: Mapping[str, nn.Parameter] | None = None,
         gather: ParameterGather | None = None,
+        owned: Mapping[int, Units] | None = None,
     ) -> None:
         super().__init__(optimizer, reducer)
         self._options = reducer.options
@@ -84,8 +82,14 @@ class DistributedOptimizer(OptimizerState):
             ]
             for i, group in enumerate(optimizer.param_groups)
         ]
-        # Matrices first: they set targets of their own for the entries, which the groups get below.
-        self._exchanges = self._exchange_matrices()
+        # Owners first: they set the targets of their entries, which the groups get below.
+        self.has_owners = bool(owned)
+        """Whether owners step full tensors, but for Muon's. Equal on all ranks."""
+        self.exchanges = self._exchange(matrix_units(optimizer) | dict(owned or {}))
+        """Bring full tensors to their owners."""
+        for entry in self._all_entries():
+            if entry.owned is None and entry.shard is not None and not entry.targets:
+                entry.targets = [self._target(entry.shard, entry.spec)]
         used_names = {entry.name for entry in self._all_entries()}
         self._buckets: list[Bucket] = [
             bucket
@@ -102,7 +106,9 @@ class DistributedOptimizer(OptimizerState):
         self._followed = [
             (parameter, entry.shard)
             for parameter, entry in zip(parameters, self._all_entries(), strict=True)
-            if entry.shard is not None and not entry.sharded and (entry.copied or entry.exchanged)
+            if entry.shard is not None
+            and not entry.sharded
+            and (entry.copied or entry.owned is not None)
         ]
         self._copied = [entry for entry in self._all_entries() if entry.copied]
         self._main = MainParams(
@@ -123,7 +129,7 @@ class DistributedOptimizer(OptimizerState):
         """
         sharded = any(entry.sharded for entry in self._all_entries())
         return bool(
-            sharded or self._copied or self._exchanges or self._options.moments_dtype == "bf16"
+            sharded or self._copied or self.exchanges or self._options.moments_dtype == "bf16"
         )
 
     @property
@@ -160,10 +166,11 @@ class DistributedOptimizer(OptimizerState):
         def zero_grad(set_to_none: bool = True) -> None:
             original(set_to_none)
             for entry in self._all_entries():
-                if entry.shard is not None and all(
-                    target.tensor is not entry.shard.target for target in entry.targets
+                carrier = self._carrier(entry)
+                if carrier is not None and all(
+                    target.tensor is not carrier for target in entry.targets
                 ):
-                    entry.shard.target.grad = None
+                    carrier.grad = None
 
         vars(handle)["zero_grad"] = zero_grad
         return lambda: vars(handle).pop("zero_grad", None)
@@ -191,8 +198,11 @@ class DistributedOptimizer(OptimizerState):
         shard_held = (
             ParameterShard.full(parameter) if reducer.is_plain(name) else reducer.shards.get(name)
         )
-        targets = [] if shard_held is None else [self._target(shard_held, spec)]
-        return OptimizerEntry(name, spec, group, reducer.is_sharded(name), shard_held, targets)
+        return OptimizerEntry(name, spec, group, reducer.is_sharded(name), shard_held)
+
+    def _carrier(self, entry: OptimizerEntry) -> nn.Parameter | None:
+        """Return the tensor that tells whether the parameter has a gradient in this step."""
+        return entry.shard.target if entry.shard else self._reducer.absent.get(entry.name)
 
     def _target(self, shard: ParameterShard, spec: ShardSpec) -> Target:
         """Return the gradient-carrying tensor, or a copy of the value in another dtype or
@@ -205,28 +215,34 @@ class DistributedOptimizer(OptimizerState):
             tensor = shard.target = nn.Parameter(shard.value.to(dtype))
         return Target(tensor, partial(shard.shards, spec))
 
-    def _exchange_matrices(self) -> list[MatrixExchange]:
-        """Prepare matrices sharded over ranks or fused from several matrices for full steps."""
-        context = self._reducer.context
-        groups = {id(group) for group in matrix_groups(self.optimizer)}
-        matrices: dict[AxisGroup, list[tuple[OptimizerEntry, ShardSpec]]] = {}
+    def _exchange(self, owned: Mapping[int, Units]) -> list[Exchange]:
+        """Prepare parameters for full steps, if several ranks hold shards or if a weight consists
+        of several matrices.
+        """
+        reducer, context = self._reducer, self._reducer.context
+        held: dict[AxisGroup, list[Held]] = {}
         for entry in self._all_entries():
-            if id(entry.group) not in groups or entry.name not in self._reducer.parameters:
+            units = owned.get(id(entry.group))
+            if units is None or entry.name not in reducer.parameters:
                 continue
-            part = self._reducer.matrix_shard(entry.name)
-            if part is not None:
-                matrices.setdefault(part[1], []).append((entry, part[0]))
-            elif entry.shard is not None:
-                require_unsharded(entry, entry.shard, context)
-                if is_split(entry.spec, context):
-                    group = tensor_group(entry.spec, context)
-                    matrices.setdefault(group, []).append((entry, entry.spec))
-                elif is_several(entry.spec):
-                    matrices.setdefault(ALONE, []).append((entry, entry.spec))
+            sharded = reducer.sharded or entry.sharded
+            instances = self._options.num_distributed_optimizer_instances if sharded else None
+            group = exchange_group(entry.spec, context, instances)
+            divided = entry.sharded or any(
+                context.axis(axis).size > 1 for axis in entry.spec.sharded_over
+            )
+            if not divided:
+                group = ALONE
+            if divided or (units is Units.MATRICES and is_several(entry.spec)):
+                held.setdefault(group, []).append(Held(entry, units, partial(self._is_used, entry)))
         device = torch.device("cpu") if self._options.optimizer_cpu_offload else None
         # In the same order on all ranks.
-        groups_in_order = sorted(matrices, key=lambda group: group.name)
-        return [MatrixExchange(matrices[group], group, device) for group in groups_in_order]
+        groups = sorted(held, key=lambda group: group.name)
+        return [Exchange(held[group], group, context, device) for group in groups]
+
+    def _is_used(self, entry: OptimizerEntry) -> bool:
+        carrier = self._carrier(entry)
+        return carrier is not None and gradient_of(carrier) is not None
 
     def _check_unreduced(self, name: str, parameter: nn.Parameter, spec: ShardSpec) -> None:
         context = self._reducer.context
@@ -249,7 +265,8 @@ class DistributedOptimizer(OptimizerState):
             ):
                 continue
             state = self.optimizer.state.pop(parameter)
-            start = 0 if entry.shard is None or entry.exchanged else entry.shard.start
+            self._check_initial_state(entry, state)
+            start = 0 if entry.shard is None or entry.owned is not None else entry.shard.start
             for target in entry.targets:
                 self.optimizer.state[target.tensor] = {
                     key: _own_state(value, parameter, start, target.tensor)
@@ -259,6 +276,17 @@ class DistributedOptimizer(OptimizerState):
         if "param_names" in group:
             names = zip(group["param_names"], entries, strict=True)
             group["param_names"] = [name for name, entry in names for _ in entry.targets]
+
+    def _check_initial_state(self, entry: OptimizerEntry, state: Mapping[str, Any]) -> None:
+        if entry.owned is not None and any(
+            isinstance(v, Tensor) and v.dim() for v in state.values()
+        ):
+            raise ConfigError(
+                f"{type(self.optimizer).__name__} made its state of {entry.name} when it was "
+                "constructed, for this rank's shard, and a rank that owns the full tensor is to "
+                "step it. Use an optimizer that makes its state in the first step, or "
+                'data_parallel="ddp" without tensor parallelism.'
+            )
 
     def _prepare_after_closure(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -286,7 +314,7 @@ class DistributedOptimizer(OptimizerState):
     def _prepare_step(self) -> None:
         self.bind()
         self._main.take_over()
-        for exchange in self._exchanges:
+        for exchange in self.exchanges:
             if exchange.is_local:
                 exchange.take_over()
             else:
@@ -296,7 +324,7 @@ class DistributedOptimizer(OptimizerState):
         self._reducer.stored_units.look_for_writes()
         if self._options.moments_dtype == "bf16":
             moments.widen(self.optimizer, self._targets())
-        for exchange in self._exchanges:
+        for exchange in self.exchanges:
             exchange.gather_gradients()
         if not self._options.optimizer_cpu_offload:
             return
@@ -329,7 +357,7 @@ class DistributedOptimizer(OptimizerState):
         """Return whether shards of exchanged matrices were written outside of a step. Waits for the
         device.
         """
-        return any(exchange.were_written() for exchange in self._exchanges)
+        return any(exchange.were_written() for exchange in self.exchanges)
 
     @torch.no_grad()
     def main_was_written(self) -> bool:
@@ -355,7 +383,7 @@ class DistributedOptimizer(OptimizerState):
         """
         self.main_was_written()
         self._main.take_over()
-        for exchange in self._exchanges:
+        for exchange in self.exchanges:
             exchange.take_over()
 
     @torch.no_grad()
@@ -374,7 +402,7 @@ class DistributedOptimizer(OptimizerState):
             values = [entry.shard.value for entry in self._copied if entry.shard is not None]
             torch._foreach_copy_(values, [entry.targets[0].tensor for entry in self._copied])
             self._main.record()
-        for exchange in self._exchanges:
+        for exchange in self.exchanges:
             exchange.scatter_results()
         self._reducer.stored_units.encode(self._reducer.all_reduce)
         self._gather.start(self._buckets)
@@ -398,7 +426,7 @@ class DistributedOptimizer(OptimizerState):
                 main.copy_(value)
             else:  # a hook may have replaced the value saved beside the main param
                 take_over(main, value.to(main.device))
-        for exchange in self._exchanges:
+        for exchange in self.exchanges:
             exchange.refresh(keep=self._restored_main)
         for target in self._targets():
             state = self.optimizer.state.get(target, {})

@@ -1,20 +1,21 @@
-"""Check that ranks may divide the work of an optimizer.
+"""Decide how ranks divide the work of an optimizer.
 
 Ranks divide the stepped tensors along several axes: data-parallel ranks step flat shards
 (``zero1``, ``fsdp``), tensor- and expert-parallel ranks rows or columns of a matrix, and pipeline
 ranks a subset of a group's tensors. The results of an element-wise optimizer stay the same. Other
-optimizers read a full matrix (a factorization, a trust ratio, 8-bit blocks with a shared scale) or
-a full group (a norm, an estimated step size). Such an optimizer would compute different results on
-every rank.
+optimizers read a full tensor (a factorization, a trust ratio, 8-bit blocks with a shared scale):
+owners step full tensors (``owners``). An optimizer that reads a full group (a norm, an estimated
+step size) would compute different results on every rank, and is refused.
 
-The element-wise optimizers of torch are listed. Optimizers of full matrices get full matrices
-(``matrices``). Any other optimizer is tried before the first step (``probe``).
+The element-wise optimizers of torch are listed, and so are a few that read tensors in rare steps
+(``readers``). Any other optimizer is tried before the first step (``probe``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import (
@@ -33,26 +34,17 @@ from torch.optim import (
 )
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.gradients.parameter_shard import main_dtype
+from megatron_lightning.optim.owners.readers import reads, steps_matrices
+from megatron_lightning.optim.owners.units import Units
 from megatron_lightning.optim.stepping.chained import members
-from megatron_lightning.optim.stepping.entries import OptimizerEntry
-from megatron_lightning.optim.stepping.owners import steps_matrices
 from megatron_lightning.optim.stepping.probe import DIVISIONS, Spread, probe, trials
 from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.shards.spec import ShardSpec
 
 ELEMENTWISE = frozenset(
     {SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop}
 )
-READERS: Mapping[str, bool] = {
-    "AdamP": False,
-    "SGDP": False,
-    "ScalableShampoo": False,
-    "DistributedShampoo": False,
-    "SWATS": True,
-}
-"""Class of optimizers missed by a trial -> whether the class reads a full group as well. A trial
-may miss optimizers that read full tensors only in rare steps (with gradients nearly orthogonal to a
-tensor, or every thousandth step)."""
-
 _LABELS = frozenset(
     {"params", "param_names", "name", "lr", "lr_scale", "initial_lr", "max_lr", "min_lr"}
 )
@@ -68,6 +60,12 @@ _PARTS: Mapping[str, str] = {
     "columns": "tensor parallelism gives each rank a part of a matrix",
     "tensors": "pipeline parallelism gives each rank some of the parameters",
 }
+_ADVICE = (
+    "It works where every rank steps everything: set tensor_model_parallel_size=1, "
+    "expert_model_parallel_size=1, pipeline_model_parallel_size=1 and "
+    'data_parallel="ddp", with any context parallelism. Or choose an element-wise optimizer such '
+    "as AdamW."
+)
 _HALVES: Mapping[str, str] = {
     "flat": "flat halves",
     "rows": "halves of the rows",
@@ -76,66 +74,123 @@ _HALVES: Mapping[str, str] = {
 }
 
 
-def require_divisible(
-    optimizers: Iterable[tuple[Optimizer, Sequence[OptimizerEntry]]],
+class Stepped(NamedTuple):
+    """A parameter of an optimizer."""
+
+    group: int
+    """Id of the parameter group."""
+    spec: ShardSpec
+    sharded: bool
+    """Whether data-parallel ranks hold different shards of the parameter."""
+
+    def is_divided(self, context: ParallelContext) -> bool:
+        """Return whether this rank holds a part of the parameter."""
+        axes = self.spec.sharded_over
+        return self.sharded or any(context.axis(axis).size > 1 for axis in axes)
+
+
+class Division(NamedTuple):
+    """How ranks divide the optimizers of a fit. Equal on all ranks, but for the groups."""
+
+    owned: Mapping[int, Units] = {}
+    """Id of a parameter group -> the full tensors that owners step."""
+    tried: Sequence[str] = ()
+    """Classes that are element-wise in a trial, and not known."""
+    whole: Sequence[str] = ()
+    """Classes that read full tensors, but for Muon."""
+
+
+class _Verdict(NamedTuple):
+    """What a rank found."""
+
+    failure: str = ""
+    tried: frozenset[str] = frozenset()
+    whole: Mapping[tuple[int, int], Units] = {}
+    """Place of an optimizer, and of a member in it -> the full tensors that owners step."""
+
+
+def divide(
+    optimizers: Iterable[tuple[Optimizer, Sequence[Stepped]]],
     context: ParallelContext,
     passed: set[Trial] | None = None,
-) -> list[str]:
-    """Check that the ranks of ``context`` may divide every optimizer. A collective of all ranks.
+    *,
+    whole_tensors: bool = False,
+) -> Division:
+    """Decide how the ranks of ``context`` divide every optimizer. A collective of all ranks.
 
     Args:
         optimizers: Every optimizer with the optimizer's parameters.
         context: Groups of this rank.
         passed: Trials of earlier calls, not repeated. Trials of this call are added.
-
-    Returns:
-        Classes with a passed trial, not known as element-wise.
+        whole_tensors: Whether owners step full tensors also for an optimizer that is element-wise
+            in a trial.
 
     Raises:
-        ConfigError: On all ranks, if an optimizer reads more than the elements stepped by a rank.
+        ConfigError: On all ranks, if an optimizer reads more than full tensors.
     """
     passed = set() if passed is None else passed
-    tried, failure, steps = set[str](), "", list(optimizers)
-    sharded = any(entry.sharded for _, entries in steps for entry in entries)
+    steps = list(optimizers)
+    sharded = any(parameter.sharded for _, parameters in steps for parameter in parameters)
     if not sharded and context.layout.model_parallel_size == 1:
-        return []
-    for optimizer, entries in steps:
-        for member in members(optimizer):
-            divisions = _divisions(member, entries, context)
+        return Division()
+    own = _judge_all(steps, context, passed, whole_tensors=whole_tensors)
+    ranks = context.axis("world").all_gather_object(own)
+    for failure in (rank.failure for rank in ranks):  # pipeline ranks hold other groups
+        if failure:
+            raise ConfigError(failure)
+    owned, whole = dict[int, Units](), set[str]()
+    for i, (optimizer, _) in enumerate(steps):
+        for j, member in enumerate(members(optimizer)):
+            kinds = {rank.whole[i, j] for rank in ranks if (i, j) in rank.whole}
+            if kinds:  # stacks of experts are divided only if every stage found that they may be
+                units = Units.WHOLE if Units.WHOLE in kinds else Units.EXPERTS
+                owned |= {id(group): units for group in member.param_groups}
+                whole.add(type(member).__name__)
+    tried = set[str]().union(*(rank.tried for rank in ranks)) - whole
+    return Division(owned, sorted(tried), sorted(whole))
+
+
+def _judge_all(
+    steps: Sequence[tuple[Optimizer, Sequence[Stepped]]],
+    context: ParallelContext,
+    passed: set[Trial],
+    *,
+    whole_tensors: bool,
+) -> _Verdict:
+    """Return what this rank finds. An error is not raised here: other ranks may have no such group,
+    and would wait in a collective.
+    """
+    tried, whole = set[str](), {}
+    for i, (optimizer, parameters) in enumerate(steps):
+        for j, member in enumerate(members(optimizer)):
+            groups = {id(group) for group in member.param_groups}
+            mine = [parameter for parameter in parameters if parameter.group in groups]
+            divisions = _divisions(mine, context)
             if not divisions or type(member) in ELEMENTWISE or steps_matrices(member):
                 continue
             shapes: dict[int, list[Sequence[int]]] = {}
-            for entry in entries:
-                shapes.setdefault(id(entry.group), []).append(entry.spec.global_shape)
+            for parameter in mine:
+                shapes.setdefault(parameter.group, []).append(parameter.spec.global_shape)
             try:
-                require_elementwise(member, divisions, shapes, passed)
+                if reads_tensors(member, divisions, shapes, passed, whole_tensors=whole_tensors):
+                    whole[i, j] = Units.WHOLE
             except ConfigError as error:
-                # Not raised here: other ranks may have no such group, and would wait in the
-                # collective.
-                failure = failure or str(error)
+                return _Verdict(str(error))
             tried.add(type(member).__name__)
-    ranks = context.axis("world").all_gather_object((failure, tried))
-    for failure, _ in ranks:  # pipeline ranks hold other groups
-        if failure:
-            raise ConfigError(failure)
-    return sorted(set[str]().union(*(names for _, names in ranks)))
+    return _Verdict("", frozenset(tried), whole)
 
 
-def _divisions(
-    optimizer: Optimizer, entries: Iterable[OptimizerEntry], context: ParallelContext
-) -> list[str]:
+def _divisions(parameters: Sequence[Stepped], context: ParallelContext) -> list[str]:
     """Return the divisions of the parameters of an optimizer, alone or in a chain."""
-    groups = {id(group) for group in optimizer.param_groups}
-    group_entries = [entry for entry in entries if id(entry.group) in groups]
     axes = {
         axis
-        for entry in group_entries
-        for axis in entry.spec.sharded_over
+        for parameter in parameters
+        for axis in parameter.spec.sharded_over
         if context.axis(axis).size > 1
     }
     tensor_axes = not axes.isdisjoint({"tp", "etp"})
     divides = {
-        "flat": any(entry.sharded for entry in group_entries),
+        "flat": any(parameter.sharded for parameter in parameters),
         "rows": tensor_axes or "ep" in axes,
         "columns": tensor_axes,
         "tensors": context.pp.size > 1,
@@ -143,13 +198,15 @@ def _divisions(
     return [name for name, holds in divides.items() if holds]
 
 
-def require_elementwise(
+def reads_tensors(
     optimizer: Optimizer,
     divisions: Sequence[str] = tuple(DIVISIONS),
     shapes: Mapping[int, Sequence[Sequence[int]]] | None = None,
     passed: set[Trial] | None = None,
-) -> None:
-    """Check that ``optimizer`` gives the same result with sharded parameters.
+    *,
+    whole_tensors: bool = False,
+) -> bool:
+    """Return whether ``optimizer`` reads full tensors, and the ranks would divide tensors.
 
     Args:
         optimizer: The optimizer, not a chain.
@@ -157,47 +214,65 @@ def require_elementwise(
         shapes: Id of a parameter group -> global shapes of the group's parameters. None: the shapes
             of the tensors in the groups.
         passed: Passed trials, not repeated. New passed trials are added.
+        whole_tensors: Whether the user says so.
 
     Raises:
-        ConfigError: If the optimizer reads more than a single element, or cannot be tried.
+        ConfigError: If the optimizer reads more than a full tensor, or cannot be tried.
     """
     if type(optimizer) in ELEMENTWISE:
-        return
-    # Optimizers known to read more than elements, by the names of their classes, since their
-    # packages need not be installed.
-    for name in (kind.__name__ for kind in type(optimizer).__mro__):
-        part = next((d for d in divisions if d != "tensors" or READERS.get(name)), None)
-        if name in READERS and part is not None:
-            raise ConfigError(_refusal(optimizer, part, "", READERS[name]))
+        return False
+    known, divides_tensors = reads(optimizer), any(name != "tensors" for name in divisions)
+    if known:
+        raise ConfigError(_refusal(optimizer, divisions[0], ""))
+    said = divides_tensors and (known is False or whole_tensors)
     passed = set() if passed is None else passed
     for group in optimizer.param_groups:
         target = next(iter(group["params"]), None)
         if target is None:  # other ranks with parameters run the trial
             continue
         sizes = [p.shape for p in group["params"]] if shapes is None else shapes[id(group)]
-        dtype = target.dtype if target.is_floating_point() else torch.float32
-        # Groups often differ in nothing that a trial sees: one trial is enough.
-        trial = (optimizer, *divisions, str(trials(sizes)), target.device, dtype, _options(group))
-        if trial in passed:
-            continue
-        tried = partial(probe, optimizer, group, shapes=sizes, device=target.device, dtype=dtype)
-        try:
-            difference = next(
-                (kind for kind in tried(_in_order(divisions)) if not kind.is_equal), None
-            )
-            # Tells whether only the group as a whole matters (a global norm), as the advice
-            # differs.
-            reads_group = difference is not None and not all(s.is_equal for s in tried(["tensors"]))
-        except Exception as error:
-            raise ConfigError(
-                f"{type(optimizer).__name__} could not be tried on small tensors "
-                f"({type(error).__name__}: {error}). An unknown optimizer is tried, since "
-                f"{_PARTS[divisions[0]]}. {_advice(reads_group=True)}"
-            ) from error
-        if difference is not None:
-            part = difference.division if difference.division in divisions else "flat"
-            raise ConfigError(_refusal(optimizer, part, _found(difference), reads_group))
+        found = _tried(optimizer, group, ["tensors"] if said else divisions, sizes, passed)
+        if found:
+            return True
+    return said
+
+
+def _tried(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    divisions: Sequence[str],
+    sizes: Sequence[Sequence[int]],
+    passed: set[Trial],
+) -> bool:
+    """Return whether a trial shows that an optimizer reads full tensors.
+
+    Raises:
+        ConfigError: If it reads more, or cannot be tried.
+    """
+    target = group["params"][0]
+    dtype = main_dtype(target.dtype) if target.is_floating_point() else torch.float32
+    # Groups often differ in nothing that a trial sees: one trial is enough.
+    trial = (optimizer, *divisions, str(trials(sizes)), target.device, dtype, _options(group))
+    if trial in passed:
+        return False
+    tried = partial(probe, optimizer, group, shapes=sizes, device=target.device, dtype=dtype)
+    try:
+        difference = next((kind for kind in tried(_in_order(divisions)) if not kind.is_equal), None)
+        # Owners step tensors apart: no more than a tensor may be read.
+        reads_group = difference is not None and not all(s.is_equal for s in tried(["tensors"]))
+    except Exception as error:
+        raise ConfigError(
+            f"{type(optimizer).__name__} could not be tried on small tensors "
+            f"({type(error).__name__}: {error}). An unknown optimizer is tried, since "
+            f"{_PARTS[divisions[0]]}. {_ADVICE}"
+        ) from error
+    if difference is None:
         passed.add(trial)
+        return False
+    if reads_group:
+        part = difference.division if difference.division in divisions else "flat"
+        raise ConfigError(_refusal(optimizer, part, _found(difference)))
+    return True
 
 
 def _options(group: Mapping[str, object]) -> str:
@@ -223,25 +298,8 @@ def _found(spread: Spread) -> str:
     )
 
 
-def _refusal(optimizer: Optimizer, division: str, found: str, reads_group: bool) -> str:
-    what = "statistics of all parameters of a group" if reads_group else "every tensor as a whole"
-    text = (
-        f"{type(optimizer).__name__} reads {what}, and {_PARTS[division]}{found}. "
-        f"{_advice(reads_group)}"
-    )
-    if reads_group:
-        return text
+def _refusal(optimizer: Optimizer, division: str, found: str) -> str:
     return (
-        f"{text} An optimizer of matrices that works on every layout is Muon, since one rank owns "
-        "each full matrix: ChainedOptimizer(Muon(matrices, ...), AdamW(others, ...))."
-    )
-
-
-def _advice(reads_group: bool) -> str:
-    sizes = ["tensor_model", "expert_model", *(["pipeline_model"] if reads_group else [])]
-    free = "context parallelism" if reads_group else "pipeline and context parallelism"
-    return (
-        "It works where every rank steps full parameters: set "
-        f"{', '.join(f'{name}_parallel_size=1' for name in sizes)} and "
-        f'data_parallel="ddp", with any {free}. Or choose an element-wise optimizer such as AdamW.'
+        f"{type(optimizer).__name__} reads statistics of all parameters of a group, and "
+        f"{_PARTS[division]}{found}. {_ADVICE}"
     )

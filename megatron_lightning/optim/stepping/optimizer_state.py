@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.gradients.reducer import GradientReducer
 from megatron_lightning.optim.stepping.entries import OptimizerEntry
+from megatron_lightning.parallel.shards.nested_state import filled, flattened
 from megatron_lightning.parallel.shards.spec import Shape, Shard, ShardSpec, is_writer
 from megatron_lightning.parallel.shards.tensor_shards import TensorShards
 
@@ -77,7 +78,12 @@ class OptimizerState:
                 )
             for key in states[0] if states else ():
                 values = [state[key] for state in states]
-                if values[0] is not None and not self._is_plain(values[0]):
+                if self._is_plain(entry, values[0]):
+                    inside = flattened(key, values[0])[0]
+                    tensors += [
+                        self._state_tensor(prefix, entry, k, [v]) for k, v in inside.items()
+                    ]
+                elif values[0] is not None:
                     tensors.append(
                         self._state_tensor(
                             prefix, entry, key, [_as_tensor(value) for value in values]
@@ -85,18 +91,23 @@ class OptimizerState:
                     )
         return tensors
 
-    def _is_plain(self, value: object) -> bool:
-        """Whether a checkpoint stores a state unchanged beside the tensors: on one device."""
-        return self._reducer.context.world_size == 1 and not isinstance(value, Tensor)
+    def _is_plain(self, entry: OptimizerEntry, value: object) -> bool:
+        """Whether a checkpoint stores a state beside the tensors."""
+        is_alone = self._reducer.context.world_size == 1
+        return (is_alone or entry.keeps_plain) and not isinstance(value, Tensor)
 
     def plain_state(self) -> dict[str, dict[str, Any]]:
-        """Return states other than tensors by global parameter name and key. Empty with several
-        ranks.
+        """Return the states other than tensors on this rank, by global parameter name and key.
+        Tensors inside are left out.
         """
         states: dict[str, dict[str, Any]] = {}
         for entry in self._all_entries():
             state = self.optimizer.state.get(entry.targets[0].tensor, {}) if entry.targets else {}
-            values = {key: value for key, value in state.items() if self._is_plain(value)}
+            values = {
+                key: flattened(key, value)[1]
+                for key, value in state.items()
+                if self._is_plain(entry, value)
+            }
             if values:
                 states[entry.global_name] = values
         return states
@@ -105,16 +116,17 @@ class OptimizerState:
         """Load the result of :meth:`plain_state`, after :meth:`allocate_state`."""
         for entry in self._all_entries():
             for key, value in saved.get(entry.global_name, {}).items():
-                if isinstance(value, (list, tuple, dict)) and self._reducer.context.world_size > 1:
+                is_alone = self._reducer.context.world_size == 1 or entry.keeps_plain
+                if isinstance(value, (list, tuple, dict)) and not is_alone:
                     raise CheckpointError(
                         f"state {key!r} of {entry.name} is a {type(value).__name__}, which cannot "
                         f"be sharded over {self._reducer.context.world_size} ranks. Resume on one "
                         "device."
                     )
                 for target in entry.targets:
-                    self.optimizer.state[target.tensor][key] = tree_map_only(
-                        Tensor, partial(_copy_to, target.tensor.device), value
-                    )
+                    state = self.optimizer.state[target.tensor]
+                    inside = tree_map_only(Tensor, partial(_copy_to, target.tensor.device), value)
+                    state[key] = filled(key, inside, state.pop)
 
     def allocate_state(
         self, saved: Mapping[tuple[str, str], tuple[Shape, torch.dtype]], prefix: str = ""
@@ -166,7 +178,9 @@ class OptimizerState:
         spec, context = entry.spec, self._reducer.context
         groups = self._reducer.groups[spec.data_axes]
         sharers = groups.replicas if entry.sharded else groups.all
-        writes = is_writer(spec, context)
+        # Of the ranks that hold a parameter, one owns it.
+        alone = entry.owned is not None and entry.owned.group.size > 1
+        writes = spec.tied_to is None if alone else is_writer(spec, context)
         value = values[0]
         target = entry.targets[0].tensor
         name = f"{prefix}{entry.global_name}.{key}"
@@ -179,22 +193,35 @@ class OptimizerState:
             ]
             return TensorShards(name, spec.global_shape, value.dtype, shards, writes, sharers)
         if value.dim() == 0:  # every target has a copy, written by the holder of the first element
-            first = entry.exchanged or entry.shard is None or entry.shard.start == 0
-            first &= is_writer(spec if entry.exchanged else _equal_on_shards(spec), context)
+            if entry.owned is not None:
+                first = writes and not any(_offset(entry, 0))
+            else:
+                first = entry.shard is None or entry.shard.start == 0
+                first &= is_writer(_equal_on_shards(spec), context)
             copies = [Shard((), v) for v in (values if all_copies else values[:1])]
             return TensorShards(name, (), value.dtype, copies, sharers.rank == 0 and first)
-        if (
-            len(entry.targets) == 1
-            and entry.shard is not None
-            and entry.shard.value.shape == spec.global_shape
-        ):
+        if entry.is_full:
             return TensorShards.full(name, value, writes=writes, replicas=sharers)
+        if entry.owned is not None and entry.owned.is_whole:  # of experts, stacked along dim 0
+            rows, *others = value.shape
+            shape = (rows * spec.global_shape[0], *others)
+            shards = [
+                Shard((rows * _offset(entry, index)[0], *(0 for _ in others)), v)
+                for index, v in enumerate(values)
+            ]
+            return TensorShards(name, shape, value.dtype, shards, writes, sharers)
         raise CheckpointError(
             f"state {key!r} of {entry.name} in {type(self.optimizer).__name__} has shape "
             f"{tuple(value.shape)}, and only a part of the parameter of shape {spec.global_shape} "
             "is here, so its place is unknown. Save with an optimizer whose state is a scalar or "
             "has its parameter's shape, or with tensor_model_parallel_size=1."
         )
+
+
+def _offset(entry: OptimizerEntry, index: int) -> Shape:
+    """Return the first index of a target in the global parameter."""
+    target = entry.targets[index]
+    return target.shards_of(target.tensor)[0].offset
 
 
 def _equal_on_shards(spec: ShardSpec) -> ShardSpec:
@@ -225,6 +252,8 @@ def _copy_to(device: torch.device, value: Tensor) -> Tensor:
 def _empty_state(entry: OptimizerEntry, target: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
     if tuple(shape) == entry.spec.global_shape:
         return torch.zeros_like(target, dtype=dtype, requires_grad=False)
+    if shape and entry.owned is not None and entry.owned.is_whole and not entry.is_full:
+        shape = (shape[0] // entry.spec.global_shape[0], *shape[1:])  # of one expert
     # torch keeps step counters on the CPU unless the step itself runs on the device.
     on_device = shape != () or entry.group.get("capturable") or entry.group.get("fused")
     return torch.zeros(shape, dtype=dtype, device=target.device if on_device else "cpu")

@@ -328,6 +328,10 @@ class _Closure:
         return torch.ones((), device=self._pairs[0][0].device)
 
 
+def _nothing(parameter: Tensor) -> Tensor:
+    return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+
 def _copy_of(
     optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]
 ) -> Optimizer:
@@ -337,7 +341,7 @@ def _copy_of(
         id(value): value for value in vars(optimizer).values() if isinstance(value, nn.Module)
     }
     for each in optimizer.param_groups:
-        memo |= {id(p): nn.Parameter(p.detach().new_empty(0)) for p in each["params"]}
+        memo |= {id(p): nn.Parameter(_nothing(p)) for p in each["params"]}
     options = {key: value for key, value in group.items() if key != "params"}
     clone = object.__new__(type(optimizer))
     attributes = vars(clone)  # param_groups and state may be properties of the class

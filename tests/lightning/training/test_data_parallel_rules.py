@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +14,7 @@ from torch.optim import Adadelta, Adagrad, Adamax, AdamW, RMSprop
 from megatron_lightning.assembly.checks.layout_checks import check_trained_layers
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.gradients.buckets import assigned_layout, flat_layout
+from megatron_lightning.optim.gradients.buckets import flat_layout
 from megatron_lightning.optim.stepping import moments
 from megatron_lightning.parallel.grid.grid import RankGrid
 from megatron_lightning.parallel.grid.layout import ParallelLayout
@@ -126,24 +125,6 @@ def test_options_of_fsdp_are_its_own() -> None:
 def test_flat_layout_aligns_parameters_and_shards() -> None:
     assert flat_layout([10, 500, 64], 1) == ([0, 64, 576], 640)
     assert flat_layout([10, 500, 64], 3) == ([0, 64, 576], 768)  # a multiple of lcm(3, 128)
-
-
-def test_whole_layout_keeps_every_parameter_in_one_shard() -> None:
-    numels = [100, 300, 50, 200, 7]
-    offsets, size = assigned_layout(numels, numels, 3)
-    shard = size // 3
-    assert size % 128 == 0 and shard == 384
-    assert all(
-        o % 64 == 0 and o // shard == (o + n - 1) // shard
-        for o, n in zip(offsets, numels, strict=True)
-    )
-    used = sorted((o, o + n) for o, n in zip(offsets, numels, strict=True))
-    assert all(stop <= start for (_, stop), (start, _) in pairwise(used))
-    # assigned by other weights, as where the ranks of a tensor group hold unequal parts, the owners
-    # are the same
-    uneven = assigned_layout([90, 310, 50, 200, 7], numels, 3)
-    owners = [[o // (total // 3) for o in places] for places, total in ((offsets, size), uneven)]
-    assert owners[0] == owners[1]
 
 
 def test_options_come_from_yaml() -> None:

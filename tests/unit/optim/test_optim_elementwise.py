@@ -13,8 +13,15 @@ from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim import ChainedOptimizer
-from megatron_lightning.optim.stepping.elementwise import ELEMENTWISE, Trial, require_divisible
-from megatron_lightning.optim.stepping.entries import OptimizerEntry
+from megatron_lightning.optim.owners.units import Units
+from megatron_lightning.optim.stepping.chained import members
+from megatron_lightning.optim.stepping.elementwise import (
+    ELEMENTWISE,
+    Division,
+    Stepped,
+    Trial,
+    divide,
+)
 from megatron_lightning.optim.stepping.probe import DIVISIONS, probe, trial_shapes
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.parallel.shards.spec import ShardSpec
@@ -26,7 +33,7 @@ def parameters(*shapes: Sequence[int]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(*shape)) for shape in shapes or ((8, 6), (6,))]
 
 
-def check(
+def divided(
     optimizer: torch.optim.Optimizer,
     *,
     sharded: bool = False,
@@ -34,18 +41,39 @@ def check(
     pp: int = 1,
     num_ranks: int = 2,
     passed: set[Trial] | None = None,
-) -> list[str]:
-    """Check ``optimizer`` on one rank of a layout that divides its matrices by their rows."""
+    whole_tensors: bool = False,
+) -> Division:
+    """Divide ``optimizer`` on one rank of a layout that divides its matrices by their rows."""
     layout = ParallelLayout(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     context = ParallelContext(layout, planned_world_size=num_ranks)
-    entries = []
+    stepped = []
     for group in optimizer.param_groups:
-        for number, p in enumerate(group["params"]):
+        for p in group["params"]:
             spec = ShardSpec.replicated(p.shape)
             if p.ndim > 1:
                 spec = ShardSpec.split(p.shape, dim=0, size=tp, rank=0)
-            entries.append(OptimizerEntry(str(number), spec, group, sharded, None))
-    return require_divisible([(optimizer, entries)], context, passed)
+            stepped.append(Stepped(id(group), spec, sharded))
+    return divide([(optimizer, stepped)], context, passed, whole_tensors=whole_tensors)
+
+
+def check(optimizer: torch.optim.Optimizer, **layout: Any) -> list[str]:
+    """Return the classes that are element-wise in a trial, if none reads full tensors."""
+    division = divided(optimizer, **layout)
+    assert not division.owned and not division.whole
+    return list(division.tried)
+
+
+def whole(optimizer: torch.optim.Optimizer, **layout: Any) -> list[str]:
+    """Return the classes that read full tensors."""
+    division = divided(optimizer, **layout)
+    groups = {
+        id(group)
+        for member in members(optimizer)
+        if type(member).__name__ in division.whole
+        for group in member.param_groups
+    }
+    assert division.owned == dict.fromkeys(groups, Units.WHOLE)
+    return list(division.whole)
 
 
 def differences(optimizer: torch.optim.Optimizer) -> dict[str, float]:
@@ -229,14 +257,9 @@ def test_thresholds_are_reached_by_the_shapes_of_a_group() -> None:
     assert found["flat"] > 1e-2 and found["rows"] > 1e-2
 
 
-def test_a_layout_is_refused_by_what_it_divides() -> None:
-    own = 'Lars reads every tensor as a whole, and {} .*data_parallel="ddp".*Muon'
-    for parts, layout in (
-        ('data_parallel="zero1"', {"sharded": True}),
-        ("tensor or expert", {"tp": 2}),
-    ):
-        with pytest.raises(ConfigError, match=own.format(parts)):
-            check(Lars(parameters()), **layout)
+def test_owners_step_what_the_layout_would_divide() -> None:
+    assert whole(Lars(parameters()), sharded=True) == ["Lars"]
+    assert whole(Lars(parameters()), tp=2) == ["Lars"]
     assert check(Lars(parameters()), pp=2) == ["Lars"]
     assert check(Lars(parameters()), num_ranks=2) == []  # ddp
     assert check(Lars(parameters((6,))), tp=2) == []  # no parameter of it is divided
@@ -244,17 +267,18 @@ def test_a_layout_is_refused_by_what_it_divides() -> None:
         ConfigError, match=r"Normalized reads statistics .*pipeline_model_parallel_"
     ):
         check(Normalized(parameters()), pp=2)
+    with pytest.raises(ConfigError, match=r'Normalized reads statistics .*data_parallel="ddp"'):
+        check(Normalized(parameters()), sharded=True)
 
 
-def test_what_a_trial_may_not_show_is_known_by_name() -> None:
+def test_what_a_trial_may_not_show_is_known_by_name_or_said() -> None:
     class AdamP(Lion):
         pass
 
     class Derived(AdamP):
         pass
 
-    with pytest.raises(ConfigError, match="Derived reads every tensor as a whole"):
-        check(Derived(parameters()), sharded=True)
+    assert whole(Derived(parameters()), sharded=True) == ["Derived"]
     assert check(AdamP(parameters()), pp=2) == ["AdamP"]
 
     class SWATS(Lion):
@@ -263,14 +287,19 @@ def test_what_a_trial_may_not_show_is_known_by_name() -> None:
     with pytest.raises(ConfigError, match="SWATS reads statistics"):
         check(SWATS(parameters()), pp=2)
 
+    assert whole(Lion(parameters()), sharded=True, whole_tensors=True) == ["Lion"]
+    assert check(torch.optim.AdamW(parameters()), sharded=True, whole_tensors=True) == []
+    with pytest.raises(ConfigError, match="Normalized reads statistics"):
+        check(Normalized(parameters()), sharded=True, whole_tensors=True)
+
 
 def test_full_matrices_and_known_optimizers_are_not_tried() -> None:
     matrices, others = parameters((8, 8)), parameters((8, 6), (6,))
     chain = ChainedOptimizer(torch.optim.Muon(matrices), torch.optim.AdamW(others))
     assert check(chain, sharded=True, tp=2, pp=2, num_ranks=8) == []
     assert check(Lion([{"params": parameters()}, {"params": []}]), sharded=True) == ["Lion"]
-    with pytest.raises(ConfigError, match="Lars reads"):
-        check(ChainedOptimizer(torch.optim.Muon(matrices), Lars(others)), sharded=True)
+    chain = ChainedOptimizer(torch.optim.AdamW(matrices), Lars(others))
+    assert whole(chain, sharded=True) == ["Lars"]  # alone
 
 
 def test_a_trial_of_groups_that_differ_in_rate_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,8 +340,7 @@ def test_a_trial_leaves_no_trace(rate: Any) -> None:
     assert check(optimizer, sharded=True) == ["Lion"]
     with pytest.raises(ConfigError, match="Noisy reads"):
         check(Noisy(own, lr=rate), sharded=True)
-    with pytest.raises(ConfigError, match="Lars reads"):
-        check(Lars(own, lr=rate), sharded=True)
+    assert whole(Lars(own, lr=rate), sharded=True) == ["Lars"]
     assert optimizer.num_calls == 0 and not optimizer.state
     assert all(torch.equal(p, torch.ones_like(p)) and p.grad is None for p in own)
     assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python
@@ -349,8 +377,7 @@ def test_an_optimizer_inside_another_is_tried() -> None:
     adam = torch.optim.AdamW(parameters())
     assert check(Around(adam, shares=True), sharded=True) == ["Around"]
     assert check(ByProperty(adam), sharded=True) == ["ByProperty"]
-    with pytest.raises(ConfigError, match="ByProperty reads every tensor"):
-        check(ByProperty(Lars(parameters())), sharded=True)
+    assert whole(ByProperty(Lars(parameters())), sharded=True) == ["ByProperty"]
     with pytest.raises(
         ConfigError, match=r'Around could not be tried .*did not move .*data_parallel="ddp"'
     ):

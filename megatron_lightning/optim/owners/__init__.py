@@ -1,0 +1,1 @@
+"""Optimizers that read full tensors: one rank owns and steps each."""

@@ -1,0 +1,346 @@
+"""Full tensors for optimizers that read them: one rank owns and steps each.
+
+Ranks hold flat shards (ZeRO-1), rows (FSDP2), or rows and columns (tensor parallelism) of a
+parameter. The owner keeps the full tensor in fp32 and the optimizer's state. A step:
+
+    gather_gradients()    shards of gradients go to the owners         all-to-all
+    optimizer.step()      every rank steps the tensors that it owns
+    scatter_results()     shards of the results return to the holders  all-to-all
+
+Both messages carry all parameters of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_lightning.optim.gradients.gradient_proxies import gradient_of
+from megatron_lightning.optim.gradients.parameter_shard import main_dtype
+from megatron_lightning.optim.owners.assignment import Assignment, Holding, Piece
+from megatron_lightning.optim.owners.traffic import Traffic
+from megatron_lightning.optim.owners.units import Units
+from megatron_lightning.optim.stepping.entries import OptimizerEntry, Owned, Target
+from megatron_lightning.optim.stepping.main_params import take_over
+from megatron_lightning.optim.write_watch import WriteWatch
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.shards.spec import Shard, ShardSpec
+
+_DIVIDED = (
+    "The ranks that hold shards of a parameter step it on one of them, which does not see what "
+    "hooks write into the shards of others. Write weights in hooks of the start or end of an epoch "
+    "or validation, or after every step from the first one on, or step these weights by an "
+    "element-wise optimizer: ChainedOptimizer(Muon(...), AdamW(...))."
+)
+
+
+class Held(NamedTuple):
+    """A parameter with owners."""
+
+    entry: OptimizerEntry
+    units: Units
+    has_gradient: Callable[[], bool]
+    """Whether the parameter has a gradient in this step. Equal on all ranks."""
+
+
+class Exchange:
+    """Gather full tensors on the owners, and scatter stepped tensors.
+
+    Construction sets the targets of the entries. Construction is a collective of ``group``, like
+    the other methods.
+
+    Args:
+        held: The parameters, the same on all ranks of the group.
+        group: The ranks with shards of the parameters. A group of size 1 for parameters to be split
+            only.
+        context: Groups of this rank.
+        device: Device of the step. None: the device of the parameters.
+    """
+
+    def __init__(
+        self,
+        held: Sequence[Held],
+        group: AxisGroup,
+        context: ParallelContext,
+        device: torch.device | None = None,
+    ) -> None:
+        self._held = held
+        self._entries = [each.entry for each in held]
+        self._group = group
+        self._device = device
+        ranks = group.all_gather_object([_holding(entry, context) for entry in self._entries])
+        own_specs = [entry.spec for entry in self._entries]
+        names = [entry.name for entry in self._entries]
+        self._plan = plan = Assignment(names, own_specs, [each.units for each in held], ranks)
+        me = group.rank
+        self._mine = plan.owned_by(me)
+        self._sources = _Routes(plan, me, group.size, sources=True)
+        self._holders = _Routes(plan, me, group.size, sources=False)
+        dtypes = [holding.dtype for rank in ranks for holding in rank if holding.dtype is not None]
+        # Parameters of several dtypes travel in one message.
+        self._dtype = _common(dtypes)
+        self._where = self._device_of_values()
+        self.is_local = plan.num_sent(sources=False) == 0
+        """Whether every rank holds all units that it owns, and nothing else."""
+        self._dtypes: list[torch.dtype] = []
+        for index, entry in enumerate(self._entries):
+            holdings = [rank[index] for rank in ranks]
+            dtype = _common([h.dtype for h in holdings if h.dtype is not None])
+            self._dtypes.append(dtype)
+            has_main = main_dtype(dtype) != dtype or any(h.is_main for h in holdings)
+            entry.owned = Owned(group, held[index].units is not Units.MATRICES, has_main)
+            entry.targets = []
+        self._targets = self._make_targets()
+        self._watch = WriteWatch()
+        self.record()
+
+    def traffic(self) -> Traffic:
+        """Return what a step sends and keeps."""
+        sent = self._plan.num_sent(sources=True) * main_dtype(self._dtype).itemsize
+        sent += self._plan.num_sent(sources=False) * self._dtype.itemsize
+        sizes = [prod(unit.box.shape) for unit in self._plan.units]
+        return Traffic(sent, max(sizes, default=0), tuple(self._plan.owned))
+
+    def record(self) -> None:
+        """Record the parameters as they are now, equal to the rounded tensors of the owners, to
+        find later writes.
+        """
+        if not self.is_local:
+            self._watch.record(self._values())
+
+    def look_for_writes(self) -> None:
+        """Look before a step for writes into this rank's shards. The step would overwrite such
+        writes.
+
+        Raises:
+            ConfigError: If shards were written. On GPUs a step later.
+        """
+        names = [entry.name for entry in self._entries if entry.shard is not None]
+        self._watch.look(self._values(), names, _DIVIDED)
+
+    def were_written(self) -> bool:
+        """Return the same. Waits for the device."""
+        return self._watch.was_written(self._values())
+
+    def _values(self) -> list[Tensor]:
+        return [entry.shard.value for entry in self._entries if entry.shard is not None]
+
+    def _device_of_values(self) -> torch.device:
+        return next((value.device for value in self._values()), torch.device("cpu"))
+
+    def _make_targets(self) -> dict[int, list[nn.Parameter]]:
+        """Return copies of this rank's units by number, several copies for fused matrices."""
+        targets: dict[int, list[nn.Parameter]] = {}
+        for number, full in self._gather_values().items():
+            index, box = self._plan.units[number]
+            entry, units = self._entries[index], self._held[index].units
+            dtype = main_dtype(self._dtypes[index])
+            targets[number] = [
+                nn.Parameter(part.to(self._device or part.device, dtype, copy=True).contiguous())
+                for part in units.split(full, entry.spec)
+            ]
+            entry.targets += [
+                Target(target, partial(units.place, spec=entry.spec, box=box, number=part))
+                for part, target in enumerate(targets[number])
+            ]
+        return targets
+
+    def _parts_of(self, number: int, full: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return the stepped tensors of a unit, each with its part of ``full``."""
+        index = self._plan.units[number].entry
+        parts = self._held[index].units.split(full, self._entries[index].spec)
+        return list(zip(self._targets[number], parts, strict=True))
+
+    def gather_gradients(self) -> None:
+        """Set the gradient of every owned tensor, None for unused parameters."""
+        gradients: list[Tensor | None] = []
+        for entry in self._entries:
+            if entry.shard is None:
+                gradients.append(None)
+                continue
+            gradient = gradient_of(entry.shard.target)
+            gradients.append(torch.zeros_like(entry.shard.value) if gradient is None else gradient)
+        for number, full in self._gather(gradients, main_dtype(self._dtype)).items():
+            is_used = self._held[self._plan.units[number].entry].has_gradient()
+            for target, part in self._parts_of(number, full):
+                target.grad = part.to(target) if is_used else None
+
+    def scatter_results(self) -> None:
+        """Copy the stepped tensors into the parameters of all ranks, and drop the gradients."""
+        full: dict[int, Tensor] = {}
+        for number, targets in self._targets.items():
+            index, box = self._plan.units[number]
+            joined = self._held[index].units.join(
+                [target.detach() for target in targets], self._entries[index].spec
+            )
+            full[number] = joined.view(box.shape).to(self._where, self._dtype)
+            for target in targets:
+                target.grad = None
+        self._scatter(full)
+        self.record()
+
+    def refresh(self, keep: Set[str]) -> None:
+        """Copy the parameters into the owners' tensors, except parameters with a global name in
+        ``keep``.
+        """
+        for number, full in self._gather_values().items():
+            if self._entries[self._plan.units[number].entry].global_name not in keep:
+                for target, part in self._parts_of(number, full):
+                    target.data.copy_(part)
+
+    def take_over(self) -> None:
+        """Replace the elements of the owners' tensors written in the parameters."""
+        for number, full in self._gather_values().items():
+            dtype = self._dtypes[self._plan.units[number].entry]
+            for target, part in self._parts_of(number, full):
+                take_over(target.data, part.to(target.device, dtype))
+        self.record()
+
+    def _gather_values(self) -> dict[int, Tensor]:
+        values = [None if entry.shard is None else entry.shard.value for entry in self._entries]
+        return self._gather(values, self._dtype)
+
+    def _gather(self, local: Sequence[Tensor | None], dtype: torch.dtype) -> dict[int, Tensor]:
+        """Send this rank's pieces of every unit to the owner. Return this rank's full units by
+        number.
+        """
+        shards, routes = self._shards_of(local), self._sources
+        received = self._all_to_all(
+            [[self._view(shards, piece) for piece in pieces] for pieces in routes.given],
+            routes.received,
+            dtype,
+        )
+        units = self._plan.units
+        full = {
+            number: torch.empty(units[number].box.shape, dtype=dtype, device=self._where)
+            for number in self._mine
+        }
+        for pieces, data in zip(routes.received, received, strict=True):
+            for piece, part in zip(pieces, data, strict=True):
+                full[piece.unit][self._place_of(piece)] = part
+        return full
+
+    def _scatter(self, full: Mapping[int, Tensor]) -> None:
+        """Send every rank's pieces of the owners' units, and copy this rank's pieces into the
+        parameters.
+        """
+        routes = self._holders
+        received = self._all_to_all(
+            [
+                [full[piece.unit][self._place_of(piece)] for piece in pieces]
+                for pieces in routes.received
+            ],
+            routes.given,
+            self._dtype,
+        )
+        values = [None if entry.shard is None else entry.shard.value for entry in self._entries]
+        shards = self._shards_of(values)
+        for pieces, data in zip(routes.given, received, strict=True):
+            for piece, part in zip(pieces, data, strict=True):
+                self._view(shards, piece).copy_(part)
+
+    def _shards_of(self, local: Sequence[Tensor | None]) -> list[list[Shard]]:
+        """Return the shards of this rank's tensor of every parameter."""
+        return [
+            [] if entry.shard is None or tensor is None else entry.shard.shards(entry.spec, tensor)
+            for entry, tensor in zip(self._entries, local, strict=True)
+        ]
+
+    def _view(self, shards: Sequence[Sequence[Shard]], piece: Piece) -> Tensor:
+        """Return a piece of this rank's tensors."""
+        shard = shards[self._plan.units[piece.unit].entry][piece.shard]
+        return shard.data[piece.box.relative_to(shard.offset).slices]
+
+    def _place_of(self, piece: Piece) -> tuple[slice, ...]:
+        return piece.box.relative_to(self._plan.units[piece.unit].box.offset).slices
+
+    def _all_to_all(
+        self,
+        sent: Iterable[Sequence[Tensor]],
+        expected: Sequence[Sequence[Piece]],
+        dtype: torch.dtype,
+    ) -> list[list[Tensor]]:
+        """Send a list of tensors to every rank. Return the tensors received from each rank."""
+        nothing = torch.empty(0, dtype=dtype, device=self._where)
+        flat = [
+            torch.cat([nothing, *(tensor.reshape(-1).to(dtype) for tensor in tensors)])
+            for tensors in sent
+        ]
+        # Both sides know all sizes by the plan, so one message for each pair of ranks is enough.
+        if not self.is_local:
+            sizes = [sum(piece.numel for piece in pieces) for pieces in expected]
+            buffer = nothing.new_empty(sum(sizes))
+            dist.all_to_all_single(
+                buffer,
+                torch.cat(flat),
+                sizes,
+                [tensor.numel() for tensor in flat],
+                group=self._group.process_group,
+            )
+            flat = list(buffer.split_with_sizes(sizes))
+        return [
+            [
+                part.view(piece.box.shape)
+                for piece, part in zip(
+                    pieces, data.split_with_sizes([piece.numel for piece in pieces]), strict=True
+                )
+            ]
+            for pieces, data in zip(expected, flat, strict=True)
+        ]
+
+
+class _Routes:
+    """Messages of this rank in one direction.
+
+    Args:
+        plan: The plan.
+        me: This rank.
+        num_ranks: Ranks of the exchange.
+        sources: Whether pieces of copies are left out.
+    """
+
+    def __init__(self, plan: Assignment, me: int, num_ranks: int, *, sources: bool) -> None:
+        ranks = range(num_ranks)
+        self.received = [plan.pieces(rank, me, sources=sources) for rank in ranks]
+        """Rank -> the rank's pieces of this rank's units."""
+        self.given = [plan.pieces(me, rank, sources=sources) for rank in ranks]
+        """Rank -> this rank's pieces of the rank's units."""
+
+
+def _holding(entry: OptimizerEntry, context: ParallelContext) -> Holding:
+    """Return this rank's part of a parameter."""
+    copies = {*entry.spec.replica_axes, *entry.spec.partial_over}
+    is_source = all(context.axis(axis).rank == 0 for axis in copies)
+    shard = entry.shard
+    if shard is None:
+        return Holding((), is_source, None, is_main=False)
+    boxes = tuple(part.box for part in shard.shards(entry.spec, shard.value))
+    return Holding(boxes, is_source, shard.value.dtype, shard.is_main)
+
+
+def _common(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """Return the dtype that holds values of all ``dtypes``."""
+    common = dtypes[0]
+    for dtype in dtypes[1:]:
+        common = torch.promote_types(common, dtype)
+    return common
+
+
+def exchange_group(spec: ShardSpec, context: ParallelContext, instances: int | None) -> AxisGroup:
+    """Return the ranks that together hold a parameter once. All ranks of a stage call this.
+
+    Args:
+        spec: The parameter's spec.
+        context: Groups of this rank.
+        instances: Groups of data-parallel ranks with a copy of all shards. None: data-parallel
+            ranks do not shard the parameter.
+    """
+    if instances is not None:
+        return context.divide(context.axis("tp-dp-cp"), instances)[0]
+    return context.axis("etp-ep") if spec.is_expert else context.tp

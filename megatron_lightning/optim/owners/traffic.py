@@ -1,0 +1,58 @@
+"""Messages and memory of owners in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+_MIB = 2**20
+_MAIN = 4  # bytes of an element of main params and gradients
+_COPIES = 3
+"""Main param, gradient, and the pieces received of one of them."""
+
+
+class Traffic(NamedTuple):
+    """Messages and memory of a step, over all ranks of an exchange."""
+
+    num_sent: int
+    """Bytes sent between ranks in a step."""
+    largest: int
+    """Elements of the largest parameter or expert."""
+    owned: tuple[int, ...]
+    """Elements owned by each rank."""
+
+    @classmethod
+    def total(cls, exchanges: Iterable[Traffic]) -> Traffic:
+        """Return the sums of several exchanges."""
+        several = list(exchanges)
+        num_ranks = max((len(each.owned) for each in several), default=0)
+        padded = [(*each.owned, *(0,) * (num_ranks - len(each.owned))) for each in several]
+        return cls(
+            sum(each.num_sent for each in several),
+            max((each.largest for each in several), default=0),
+            tuple(map(sum, zip(*padded, strict=True))),
+        )
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of full tensors on the fullest rank in a step, without the optimizer's state."""
+        return _COPIES * _MAIN * max(self.owned, default=0)
+
+
+def describe_owners(classes: Sequence[str], traffic: Traffic) -> str:
+    """Return a sentence for the start of a fit.
+
+    Args:
+        classes: The optimizers.
+        traffic: What a step sends and keeps.
+    """
+    mean = sum(traffic.owned) / max(1, len(traffic.owned))
+    fullest = max(traffic.owned, default=0)
+    ratio = f"{fullest / mean:.2f} x the mean" if mean else "nothing"
+    peak = f"{traffic.peak_bytes / _MIB:.1f} MiB"
+    return (
+        f"{', '.join(classes)} reads full tensors, so one of {len(traffic.owned)} ranks owns and "
+        f"steps each. A step sends {traffic.num_sent / _MIB:.1f} MiB between them. The fullest "
+        f"rank owns {fullest:,} elements ({ratio}; the largest tensor has {traffic.largest:,}), "
+        f"and holds {peak} of full tensors at its peak, beside the state."
+    )
