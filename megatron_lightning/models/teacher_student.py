@@ -18,6 +18,7 @@ from megatron_lightning.layers.losses.divergence import (
     Direction,
     TopLogits,
     divergence,
+    jensen_shannon,
     top_divergence,
     top_logits,
 )
@@ -38,7 +39,7 @@ from megatron_lightning.pipeline.schedules.partition import (
 )
 from megatron_lightning.pipeline.stages.units import find_pipelined
 
-DivergenceKind = Literal["forward", "reverse", "top_k"]
+DivergenceKind = Literal["forward", "reverse", "top_k", "jsd"]
 _KEPT = "frozen_output"
 
 
@@ -188,6 +189,7 @@ class DistillationPair(FrozenPair):
         kind: See ``layers.divergence``.
         temperature: Divisor of the logits.
         k: Number of the teacher's largest logits, for "top_k".
+        beta: Weight of the teacher, for "jsd".
 
     Raises:
         ConfigError: If the models' numbers of logits are not known, or there are fewer than k.
@@ -201,9 +203,11 @@ class DistillationPair(FrozenPair):
         kind: DivergenceKind = "forward",
         temperature: float = 1.0,
         k: int = 64,
+        beta: float = 0.5,
     ) -> None:
         super().__init__(frozen, trained)
         self.kind = kind
+        self.beta = beta
         self.temperature = temperature
         sizes = [vocabulary_size(model) for model in (frozen, trained)]
         if not all(sizes):
@@ -247,8 +251,15 @@ class DistillationPair(FrozenPair):
             theirs = align_vocabulary(
                 teacher, self.sizes[0], vocabulary.group, vocabulary.size, common
             )
-            direction: Direction = "reverse" if self.kind == "reverse" else "forward"
-            out = divergence(
-                own_logits, theirs, vocabulary, direction=direction, temperature=self.temperature
-            )
+            out = self._divergence(own_logits, theirs, vocabulary)
         return out, losses
+
+    def _divergence(self, student: Tensor, teacher: Tensor, vocabulary: Vocabulary) -> Tensor:
+        temperature = self.temperature
+        if self.kind == "jsd":
+            beta = self.beta
+            return jensen_shannon(student, teacher, vocabulary, beta=beta, temperature=temperature)
+        direction: Direction = "reverse" if self.kind == "reverse" else "forward"
+        return divergence(
+            student, teacher, vocabulary, direction=direction, temperature=temperature
+        )

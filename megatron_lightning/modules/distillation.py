@@ -14,6 +14,8 @@ from megatron_lightning.models.teacher_student import DistillationPair, Divergen
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.modules.language_model import LanguageModule, token_weights
 from megatron_lightning.modules.objective import ObjectiveModule, Template, template_of
+from megatron_lightning.modules.post_training.own_texts import OwnTexts
+from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
 
 Batch = dict[str, Tensor]
 
@@ -35,10 +37,18 @@ class DistillationModule(ObjectiveModule):
         teacher: The module of the teacher.
         kind: ``forward``: the student covers all that the teacher predicts. ``reverse``: the
             student stays where the teacher predicts something. ``top_k``: forward, from the
-            teacher's k largest logits.
+            teacher's k largest logits. ``jsd``: the generalized Jensen-Shannon divergence, which
+            has no factor of the temperature.
         temperature: Divisor of the logits.
         k: Number of the teacher's largest logits, for top_k. Only these cross pipeline stages.
         label_weight: Weight of the cross entropy with the labels.
+        beta: Weight of the teacher for jsd: 0 is KL(teacher, student), 1 is KL(student, teacher).
+            Default: 0.5.
+        on_policy: Share of the optimizer steps whose last answers the student samples itself, to
+            the prompts of the data.
+        max_completion_length: Most tokens of such an answer.
+        sampling_temperature: Divisor of the logits in sampling.
+        end_ids: Ids of tokens that end an answer. Default: those of the model's folder.
 
     Raises:
         ConfigError: If values contradict each other.
@@ -56,6 +66,11 @@ class DistillationModule(ObjectiveModule):
         temperature: float = 1.0,
         k: int = 64,
         label_weight: float = 0.0,
+        beta: float | None = None,
+        on_policy: float = 0.0,
+        max_completion_length: int = 512,
+        sampling_temperature: float = 1.0,
+        end_ids: list[int] | None = None,
     ) -> None:
         if kind not in get_args(DivergenceKind):
             raise ConfigError(
@@ -68,8 +83,24 @@ class DistillationModule(ObjectiveModule):
                 f"label_weight is {label_weight}; set it to 0 or more, and below 1. At 1 there is "
                 "nothing of the teacher in the loss."
             )
+        if beta is not None and (kind != "jsd" or not 0.0 <= beta <= 1.0):
+            raise ConfigError(
+                f"beta is {beta} and kind is {kind}; set beta from 0 to 1, with the kind jsd, or "
+                "leave it out."
+            )
         teacher = template_of(teacher, "teacher")
         super().__init__(model, teacher)
+        self.own_texts = OwnTexts(
+            share=on_policy,
+            temperature=sampling_temperature,
+            max_completion_length=max_completion_length,
+            end_ids=end_ids,
+        )
+        """Sampling of the student's answers."""
+        self.has_explicit_steps = on_policy > 0
+        """Whether steps get full batches and run the pipeline themselves."""
+        self._sampled: tuple[Batch, Batch] | None = None  # a batch, and its rows
+        self.beta = 0.5 if beta is None else beta
         self.kind: DivergenceKind = kind
         self.temperature = temperature
         self.k = k
@@ -80,13 +111,23 @@ class DistillationModule(ObjectiveModule):
             temperature=temperature,
             k=k,
             label_weight=label_weight,
+            beta=beta,
+            on_policy=on_policy,
+            max_completion_length=max_completion_length,
+            sampling_temperature=sampling_temperature,
+            end_ids=end_ids,
         )
 
     def joined(self, models: Any) -> nn.Module:
         """Return teacher and student in one module."""
         student, teacher = models
         return DistillationPair(
-            teacher, student, kind=self.kind, temperature=self.temperature, k=self.k
+            teacher,
+            student,
+            kind=self.kind,
+            temperature=self.temperature,
+            k=self.k,
+            beta=self.beta,
         )
 
     def prepare_data(self) -> None:
@@ -127,6 +168,31 @@ class DistillationModule(ObjectiveModule):
                 "teacher. Predictions of two models are compared by ids: use a teacher with the "
                 "same tokenizer."
             )
+
+    def num_items(self, batch: Batch) -> Tensor:
+        """Return the sum of the tokens' weights, of sampled rows in the place of a batch."""
+        if self._sampled is not None and batch is self._sampled[0]:
+            batch = self._sampled[1]
+        return super().num_items(batch)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        """Return the mean loss and the sum of the tokens' weights: of a micro-batch, or with
+        ``on_policy`` of a batch.
+        """
+        if not self.has_explicit_steps:
+            return super().training_step(batch, batch_idx)
+        rows, trainer = batch, self.trainer
+        if self.own_texts.is_step(trainer.global_step):
+            number = trainer.fit_loop.total_batch_idx
+            rows = self.own_texts.rows(trainer, self.model.trained, batch, number)
+            self._sampled = batch, rows
+            is_trained = rows["labels"] != IGNORED_LABEL
+            self.log("completion_length", is_trained.sum(1).float().mean(), sync_dist=True)
+        step = super().training_step
+        run = getattr(trainer.strategy, "run_pipeline", None)
+        return (
+            step(rows, batch_idx) if run is None else run(lambda part: step(part, batch_idx), rows)
+        )
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the weighted mean of the tokens' losses, and the sum of the weights."""

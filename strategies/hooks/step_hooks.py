@@ -205,7 +205,10 @@ class StepHooks(RankHooks):
         from megatron_lightning.inference.live.live_engine import live_engine
 
         def prepare() -> None:
-            self._refuse_in_step("text by an engine", "Write it in a hook after the step.")
+            what = "text by an engine"
+            self._refuse_in_step(what, "Write it in a hook after the step.")
+            if self.run is not None:  # explicit steps of one stage may, and it asks all ranks
+                self.run.steps.participants.collective(what)
             self.wait_for_parameters()
 
         return live_engine(

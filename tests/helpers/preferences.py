@@ -208,6 +208,10 @@ def divergence_alone(
         )
         return out.sum(-1) * temperature**2
     log_p = (theirs / temperature).log_softmax(-1)
+    if kind == "jsd":
+        p, q = log_p.exp(), log_q.exp()
+        log_m = (0.3 * p + 0.7 * q).log()
+        return (0.3 * p * (log_p - log_m) + 0.7 * q * (log_q - log_m)).sum(-1)
     first, second = (log_q, log_p) if kind == "forward" else (log_p, log_q)
     out = F.kl_div(first, second, reduction="none", log_target=True)
     return out.sum(-1) * temperature**2

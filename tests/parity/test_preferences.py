@@ -152,6 +152,7 @@ DIVERGENCES: Mapping[str, dict[str, Any]] = {
     "forward": {"kind": "forward"},
     "reverse": {"kind": "reverse", "temperature": 2.0},
     "top_k": {"kind": "top_k", "k": 8, "label_weight": 0.3},
+    "jsd": {"kind": "jsd", "beta": 0.3, "temperature": 2.0},
 }
 _DISTILLED = [
     (student, kind, layout)

@@ -7,6 +7,11 @@ sums over the vocabulary, and T the temperature:
     forward   T^2 sum_i p_i (log p_i - log q_i)     d s_i = T (q_i - p_i)
     reverse   T^2 sum_i q_i (log q_i - log p_i)     d s_i = T q_i (log q_i - log p_i - KL(q, p))
     top-k     forward, with p over the k largest entries of t only, and q over the vocabulary
+    jsd       b KL(p, m) + (1 - b) KL(q, m), with m = b p + (1 - b) q
+              d s_i = (1 - b) / T q_i (log q_i - log m_i - KL(q, m))
+
+jsd is the generalized Jensen-Shannon divergence (https://arxiv.org/abs/2306.13649), without T^2, as
+TRL has it. At b = 0 it is KL(p, q), and at b = 1 KL(q, p).
 
 T^2 keeps the gradients' size for any temperature (https://arxiv.org/abs/1503.02531, section 2.1).
 The ranks reduce a few numbers a token, and the logits are never gathered. All arithmetic is in fp32
@@ -16,6 +21,7 @@ and communicates nothing.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -56,6 +62,33 @@ def divergence(
     """
     reverse = direction == "reverse"
     out: Tensor = _Divergence.apply(student, teacher, vocabulary, reverse, temperature)  # type: ignore[no-untyped-call]
+    return out
+
+
+def jensen_shannon(
+    student: Tensor,
+    teacher: Tensor,
+    vocabulary: Vocabulary,
+    *,
+    beta: float,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Return the generalized Jensen-Shannon divergence of every token [...] in fp32.
+
+    Args:
+        student: [..., v / ranks] this rank's logits.
+        teacher: [..., v / ranks] this rank's logits of the same entries. Gets no gradient.
+        vocabulary: The ranks, and the size of the full vocabulary.
+        beta: Weight of the teacher, from 0 to 1.
+        temperature: Divisor of the logits.
+    """
+    if beta in (0.0, 1.0):
+        direction: Direction = "reverse" if beta else "forward"
+        plain = divergence(
+            student, teacher, vocabulary, direction=direction, temperature=temperature
+        )
+        return plain / temperature**2
+    out: Tensor = _JensenShannon.apply(student, teacher, vocabulary, beta, temperature)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -153,6 +186,28 @@ class _Divergence(_OfStudent):
             gradient = log_q.exp() - p
         ctx.save_for_backward((gradient * temperature).to(student.dtype))
         return value * temperature**2
+
+
+class _JensenShannon(_OfStudent):
+    @staticmethod
+    def forward(  # noqa: PLR0917 (autograd passes by position)
+        ctx: Any,
+        student: Tensor,
+        teacher: Tensor,
+        vocabulary: Vocabulary,
+        beta: float,
+        temperature: float,
+    ) -> Tensor:
+        log_q = _log_softmax(student, vocabulary, temperature)
+        log_p = _log_softmax(teacher, vocabulary, temperature).to(log_q.dtype)
+        log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+        p, q = log_p.exp(), log_q.exp()
+        of_teacher = _sum((p * (log_p - log_m)).masked_fill(p == 0, 0.0), vocabulary)
+        log_ratio = log_q - log_m
+        of_student = _sum(q * log_ratio, vocabulary)
+        gradient = q * (log_ratio - of_student[..., None])
+        ctx.save_for_backward((gradient * ((1 - beta) / temperature)).to(student.dtype))
+        return beta * of_teacher + (1 - beta) * of_student
 
 
 class _TopDivergence(_OfStudent):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.losses.divergence import divergence, top_divergence, top_logits
+from megatron_lightning.layers.losses.divergence import (
+    divergence,
+    jensen_shannon,
+    top_divergence,
+    top_logits,
+)
 from megatron_lightning.layers.losses.loss import ALONE, Vocabulary
 from megatron_lightning.layers.losses.preference_loss import AnswerScores, PreferenceLoss
 
@@ -144,8 +151,38 @@ def test_divergences_are_those_of_torch(kind: Any) -> None:
     assert torch.allclose(own, other, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_jensen_shannon_is_that_of_trl(beta: float) -> None:
+    """A temperature multiplies nothing, and an entry that the teacher excludes counts 0."""
+    source = Path(pytest.importorskip("trl").__file__).parent / "experimental/gkd/gkd_trainer.py"
+    [method] = [
+        node
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == "generalized_jsd_loss"
+    ]
+    method.decorator_list = []
+    scope: dict[str, Any] = {"torch": torch, "F": F}
+    exec(compile(ast.Module(body=[method], type_ignores=[]), str(source), "exec"), scope)
+    draws = torch.Generator().manual_seed(1)
+    student, teacher = 3 * torch.randn((2, 2, 5, 17), generator=draws, dtype=torch.float64)
+    student.requires_grad_()
+    vocabulary = Vocabulary(ALONE, 17)
+    ours = jensen_shannon(student, teacher, vocabulary, beta=beta, temperature=1.7).sum()
+    theirs = scope["generalized_jsd_loss"](
+        student, teacher, beta=beta, temperature=1.7, reduction="sum"
+    )
+    assert torch.allclose(ours, theirs, rtol=1e-12)
+    own, other = (torch.autograd.grad(x, student)[0] for x in (ours, theirs))
+    assert torch.allclose(own, other, rtol=1e-12, atol=1e-13)
+    teacher[..., 3] = float("-inf")
+    loss = jensen_shannon(student, teacher, vocabulary, beta=beta).sum()
+    assert beta == 1.0 or torch.autograd.grad(loss, student)[0].isfinite().all()
+
+
 def test_a_student_like_its_teacher_has_no_divergence() -> None:
     logits = torch.randn(3, 11)
+    mixed = jensen_shannon(logits, logits.clone(), Vocabulary(ALONE, 11), beta=0.3)
+    assert mixed.abs().max() < 1e-6
     for direction in ("forward", "reverse"):
         out = divergence(logits, logits.clone(), Vocabulary(ALONE, 11), direction=direction)  # type: ignore[arg-type]
         assert out.abs().max() < 1e-6
