@@ -21,7 +21,8 @@ from megatron_lightning.data.masked.masked_samples import (
     documents_of,
 )
 from megatron_lightning.data.pretraining.gpt_samples import IndexSplit
-from megatron_lightning.data.pretraining.indexed_data import IndexedData, IndexedOptions
+from megatron_lightning.data.pretraining.indexed_data import IndexedData
+from megatron_lightning.data.pretraining.indexed_options import IndexedOptions
 from megatron_lightning.data.pretraining.run_options import NamedTokenizer
 from megatron_lightning.data.text.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError

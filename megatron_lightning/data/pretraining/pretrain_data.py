@@ -16,7 +16,8 @@ from megatron_lightning.data.pretraining.gpt_samples import (
     IndexSplit,
     plan_part,
 )
-from megatron_lightning.data.pretraining.indexed_data import IndexedData, IndexedOptions
+from megatron_lightning.data.pretraining.indexed_data import IndexedData
+from megatron_lightning.data.pretraining.indexed_options import IndexedOptions
 from megatron_lightning.data.pretraining.mock import MockGPTDataset
 from megatron_lightning.data.pretraining.run_options import NamedTokenizer
 from megatron_lightning.data.text.tokenizers import TokenizerType

@@ -99,12 +99,6 @@ def preprocess(  # noqa: PLR0917  # every argument is an option of the command l
         rule.load()  # an error, before the text is read
     level = "document" if rule is None else "sentence"
     prefixes = {key: f"{output_prefix}_{key}_{level}" for key in json_keys}
-    options = {
-        "tokenizer_type": tokenizer_type,
-        "empty_documents": empty_documents,
-        "sentence_splitter": sentence_splitter if split_sentences else None,
-        "lang": lang if split_sentences else None,
-    }
     begin = time.monotonic()
     with (
         _write_errors_explained(output_prefix),
@@ -134,7 +128,7 @@ def preprocess(  # noqa: PLR0917  # every argument is an option of the command l
         _check_not_empty(of_key, files, folder)
         # Renamed at the end, so that the output is complete whenever it is there.
         _publish({prefixes[key]: names for key, names in of_key.items()})
-        written = _describe(prefixes, tokenizer, options, append_eod=append_eod)
+        written = _describe(prefixes, job, tokenizer)
         if trained is not None:
             trained.replace(f"{output_prefix}_tokenizer.model")
         shutil.rmtree(folder)
@@ -144,14 +138,16 @@ def preprocess(  # noqa: PLR0917  # every argument is an option of the command l
 
 
 def _describe(
-    prefixes: Mapping[str, str],
-    tokenizer: Tokenizer,
-    options: Mapping[str, str | None],
-    *,
-    append_eod: bool,
+    prefixes: Mapping[str, str], job: EncodingJob, tokenizer: Tokenizer
 ) -> list[IndexedDataset]:
     """Write how each data set was made beside it. Return the data sets."""
-    described = Sidecar.of(tokenizer, append_eod=append_eod)
+    options = {
+        "tokenizer_type": job.tokenizer_type,
+        "empty_documents": job.empty_documents,
+        "sentence_splitter": job.sentences and job.sentences.splitter,
+        "lang": job.sentences and job.sentences.lang,
+    }
+    described = Sidecar.of(tokenizer, append_eod=job.append_eod)
     written = []
     for key, prefix in prefixes.items():
         indexed = IndexedDataset(prefix)
