@@ -18,6 +18,7 @@ from megatron_lightning.layers.attention.transformers_attention import looks_att
 from megatron_lightning.layers.styles import ContextAttention
 from megatron_lightning.layers.styles.divided_embeddings import DividedEmbeddings
 from megatron_lightning.layers.styles.shared_rows import FoundMixers
+from megatron_lightning.models.plans.foreign_code import foreign_code
 from megatron_lightning.models.plans.hf_rows import as_patterns
 from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
 
@@ -75,9 +76,12 @@ def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
 
 
 def finds_mixers(model: nn.Module) -> bool:
-    """Return whether what mixes tokens in a language model of ``transformers`` is not known."""
+    """Return whether what mixes tokens in a language model of ``transformers`` is not known: by
+    its family, or since code of others is in it.
+    """
     config: Any = model.config
-    return not takes_images(model) and config.model_type not in FAMILIES
+    is_known = config.model_type in FAMILIES and foreign_code(model) is None
+    return not takes_images(model) and not is_known
 
 
 def _with_found_mixers(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
@@ -112,6 +116,12 @@ def _with_divided_embeddings(model: nn.Module, plan: ShardingPlan) -> ShardingPl
     """Return ``plan`` with rows for the text model of a model with images. Its tower sees all
     images on every rank.
     """
+    if code := foreign_code(model):
+        raise ConfigError(
+            f"{type(model).__name__} has code that is not of transformers ({code}), which may mix "
+            "the tokens of a row, and ranks that share sequences know what the family does. Leave "
+            "the code out, or set context_parallel_size to 1."
+        )
     paths = dict(model.named_modules())
     text = next(path for path in paths if path.rpartition(".")[2] == _TEXT_MODEL)
     _check_positions(model.config.get_text_config(), type(model).__name__)  # type: ignore[union-attr,operator]

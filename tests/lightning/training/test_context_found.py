@@ -196,6 +196,19 @@ class _Crops(Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class _Blurs(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """A subclass of a known family that mixes tokens behind the blocks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = _Mixes()(output.logits)
+        return output
+
+
+def _blurred() -> nn.Module:
+    return _Blurs(transformers.LlamaConfig(**SIZES))
+
+
 def _zero_outputs() -> nn.Module:
     """Attention begins as nothing, as in models that start training so."""
     model: Any = _qwen3_5()
@@ -212,6 +225,7 @@ CASES: dict[str, tuple[Layout, type[Module], Callable[[], nn.Module], str]] = {
     "mask": (CP2, Hides, _gpt_oss, "attention_mask hides positions"),
     "documents": (CP2, _Positions, _gpt_oss, "position_ids that begin documents"),
     "behind the blocks": (CP2, Module, _mixed_behind, "does not give on ranks that share rows"),
+    "subclass": (CP2, Module, _blurred, "_Blurs does not give on ranks that share rows"),
     "dropout": (CP2, Module, lambda: _bloom(attention_dropout=0.1), "has dropout of 0.1"),
 }
 

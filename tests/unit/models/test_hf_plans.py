@@ -30,6 +30,8 @@ from megatron_lightning.layers.styles import (
 )
 from megatron_lightning.models import llama_hf_plan
 from megatron_lightning.models.plans import hf_sequence
+from megatron_lightning.models.plans.foreign_code import foreign_code
+from megatron_lightning.models.plans.hf_context import finds_mixers
 from megatron_lightning.models.plans.hf_plans import transformers_plan
 from megatron_lightning.parallel import ParallelLayout
 from megatron_lightning.strategies import MegatronStrategy
@@ -96,6 +98,45 @@ def test_a_model_that_keeps_full_sequences_says_why(make: Any, why: str) -> None
     plan = transformers_plan(make(), 2)
     assert not plan.shards_sequence
     assert why in (plan.why_full_sequence or "")
+
+
+class _Rolls(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def _with_own_forward() -> Any:
+    model = _llama()
+    model.model.norm.forward = lambda x: x.roll(1, 1)
+    return model
+
+
+def _with_own_layer() -> Any:
+    class Norm(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x.roll(1, 1)
+
+    model = _llama()
+    model.model.norm = Norm()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "code"),
+    [
+        (_llama, None),
+        (lambda: _Changed(_llama().config), None),
+        (lambda: _Rolls(_llama().config), "forward"),
+        (_with_own_forward, "model.norm.forward"),
+        (_with_own_layer, "model.norm.forward"),
+    ],
+    ids=["family", "renamed", "subclass", "method", "layer"],
+)
+def test_a_family_is_known_by_its_own_code(make: Any, code: str | None) -> None:
+    """Context-parallel ranks believe a family's name for its own code alone."""
+    model = make()
+    assert foreign_code(model) == code
+    assert finds_mixers(model) is (code is not None)
 
 
 def test_modules_that_every_rank_computes_keep_full_sequences(
