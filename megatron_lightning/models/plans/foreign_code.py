@@ -38,9 +38,8 @@ def _functions(module: nn.Module) -> Iterator[tuple[str, Any]]:
         yield "forward", getattr(own, "__func__", own)
     yield "forward", type(module).forward
     bases = type(module).__mro__
-    theirs = {
-        name for base in bases if base.__module__.startswith(_KNOWN[1]) for name in vars(base)
-    }
+    known = [base for base in bases if base.__module__.startswith("transformers.")]
+    theirs = {name for base in known for name in vars(base)}
     for base in bases:
         if not f"{base.__module__}.".startswith(_KNOWN):
             for name, value in vars(base).items():

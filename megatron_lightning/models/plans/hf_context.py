@@ -143,8 +143,10 @@ def _attention_rows(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> dic
 
 def _is_language_model(model: nn.Module) -> bool:
     """Return whether a model has the base model's outputs, or a head for each token."""
+    own: Any = model
     name, base = type(model).__name__, getattr(model, "base_model", model)
-    return base is model or name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM"))
+    known = name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM"))
+    return base is model or known or own.get_output_embeddings() is not None
 
 
 def _check_positions(config: Any, name: str) -> None:
