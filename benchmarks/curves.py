@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks import curves_tuning, machine
+from benchmarks import curves_megatron, curves_tuning, machine
 from benchmarks.ranks import run
 from benchmarks.small_runs import num_ranks, one_epoch
 from megatron_lightning.cards.header import read_record
@@ -118,6 +119,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType({
                 beside="one-experts", experts=4),
     "rounded-experts": Plan("one process, experts; weights changed by a rounding of 1e-7",
                             beside="one-experts", experts=4, rounding=1e-7),
+    "megatron": Plan("Megatron-Core's model, optimizer and schedule, one process"),
     "trl-lora": Plan("TRL's SFTTrainer and peft's LoRA, one process", beside=None, tuning="lora"),
     "lora-tp2": Plan("LoRA of an untouched Llama, tensor parallelism", 2, {TP: 2},
                      beside="trl-lora", tuning="lora"),
@@ -283,11 +285,11 @@ def measure(name: str, contract: Contract) -> dict[str, Any]:
         parts: list[list[tuple[list[float], float]]] = []
         if plan.tuning == "lora":
             curves_tuning.make_adapter(folder, contract.seed)
-        if name.startswith("trl"):
-            rows = token_rows(contract)
-            trained = run(
-                1, curves_tuning.train_with_trl, contract, plan, folder, rows, limit_s=_LIMIT_S
-            )
+        if name == "megatron" or name.startswith("trl"):
+            peer: Any = partial(curves_tuning.train_with_trl, plan)
+            if name == "megatron":
+                peer = curves_megatron.train
+            trained = run(1, peer, contract, folder, token_rows(contract), limit_s=_LIMIT_S)
             header["versions"] |= trained[0][2]
             parts.append([trained[0][:2]])
         elif name == "transformers":

@@ -22,7 +22,7 @@ _DIGITS = 1e-5
 _COLORS = (
     "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f",
     "#bcbd22", "#17becf", "#393b79", "#637939", "#8c6d31", "#843c39", "#5254a3",
-    "#31a354", "#756bb1", "#e6550d", "#636363",
+    "#31a354", "#756bb1", "#e6550d", "#636363", "#000000",
 )  # fmt: skip
 _KINDS = {
     "Llama": (False, ""), "Mixtral": (True, ""), "LoRA beside TRL with peft": (False, "lora"),

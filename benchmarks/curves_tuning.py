@@ -80,7 +80,7 @@ def make_adapter(folder: str, seed: int) -> None:
 
 
 def train_with_trl(
-    contract: Contract, plan: Plan, folder: str, rows: Tensor
+    plan: Plan, contract: Contract, folder: str, rows: Tensor
 ) -> tuple[list[float], float, dict[str, str]]:
     """Train by TRL's ``SFTTrainer``, or by the Trainer of ``transformers`` with ``peft``; return
     losses, processor seconds and versions.

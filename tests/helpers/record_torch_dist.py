@@ -109,7 +109,8 @@ class Attention(torch.nn.Module):
         return context.permute(2, 0, 1, 3).flatten(2)
 
 
-def _answer_for_cuda() -> None:
+def answer_for_cuda() -> None:
+    """Make this process answer Megatron-Core's calls of CUDA."""
     warnings.filterwarnings("ignore")
     cuda: Any = torch.cuda
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -260,7 +261,7 @@ def _run(rank: int, size: int, case: str, folder: str, saves: bool) -> None:
     store = dist.FileStore(f"{folder}/{case}.{'save' if saves else 'load'}", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-    _answer_for_cuda()
+    answer_for_cuda()
     path = Path(folder) / case
     if saves:
         _save(case, path)
