@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("transformers", "5")
 
-from benchmarks import curves, curves_page, curves_tuning
+from benchmarks import curves, curves_megatron, curves_page, curves_tuning
 from benchmarks.curves import PLANS, Contract
 from megatron_lightning.optim.lr_schedules import LRSchedule, ScheduledLR
 
@@ -81,6 +82,18 @@ def test_fine_tuning_has_a_contract_and_labels_of_its_own() -> None:
     assert table[0] == "step,one,trl-full" and table[-1] == "3,1,"
 
 
+def test_megatron_core_begins_with_the_weights_of_the_folder(tmp_path: Path) -> None:
+    curves.make_folder(SMALL, tmp_path)
+    llama = load_file(tmp_path / "model.safetensors")
+    weights = curves_megatron.weights_of(str(tmp_path), SMALL)
+    assert sum(w.numel() for w in weights.values()) == sum(w.numel() for w in llama.values())
+    qkv = weights["decoder.layers.1.self_attention.linear_qkv.weight"]
+    heads = qkv.view(SMALL.num_heads, 3, -1, SMALL.hidden_size)
+    for place, name in enumerate("qkv"):
+        rows = llama[f"model.layers.1.self_attn.{name}_proj.weight"]
+        assert torch.equal(heads[:, place].flatten(0, 1), rows)
+
+
 def _record(contract: Contract, losses: list[float]) -> dict[str, Any]:
     return {
         "header": curves.machine.describe("x"), "contract": curves._plain(contract),
@@ -112,9 +125,9 @@ def test_a_run_goes_on_curve_by_curve(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "tp2-pp2"])
 def test_a_short_curve_is_that_beside_it(name: str) -> None:
-    if PLANS[name].tuning:
-        for package in ("trl", "datasets"):
-            pytest.importorskip(package)
+    tuning, is_megatron = PLANS[name].tuning, name == "megatron"
+    for package in ("trl", "datasets") if tuning else ("megatron.core",) if is_megatron else ():
+        pytest.importorskip(package)
     contract = Contract(**{**vars(SMALL), "num_layers": 4})
     record = curves.measure(name, contract)
     beside = PLANS[name].beside or name
