@@ -54,7 +54,7 @@ def spend(
     """
     run = _Spending(record, kept)
     now = time.monotonic()
-    pool = partial(Pool, log=record.path.with_suffix(".log"), env=env)
+    pool = partial(Pool, deadline=deadline, log=record.path.with_suffix(".log"), env=env)
     cases = partial(pool, workers.cases, 1, run.finish_case)
     tests = pool(workers.tests, workers.num_tests, run.finish_test, deadline)
     left = run.through(cases(now + CASES_PART * (deadline - now)), run.cases)

@@ -76,8 +76,10 @@ class Pool:
     """Most workers at a time."""
     finish: Callable[[Job, Result], None]
     """Called after every job."""
+    until: float
+    """Of ``time.monotonic``: jobs that are expected to end later are left."""
     deadline: float
-    """Of ``time.monotonic``. Jobs that would end later are left; what still runs is cut."""
+    """What still runs then is cut."""
     log: Path
     """Takes what the workers print."""
     env: Mapping[str, str]
@@ -157,7 +159,7 @@ class _Run:
     def _next(self) -> Job | None:
         while self.queue:
             job = self.queue.popleft()
-            if time.monotonic() + job.seconds <= self.pool.deadline:
+            if time.monotonic() + job.seconds <= self.pool.until:
                 return job
             self.left.append(job)
         return None
