@@ -227,7 +227,7 @@ def test_one_process_gives_the_text_of_the_uncached_forward(
 
 def test_two_ranks_give_the_same_text(tmp_path: Path) -> None:
     names, options = ("experts",), {"chunks": {"max_tokens": 20, "max_requests": 4}}
-    usual = {name: LAYOUTS[name] for name in ("tp2 sp", "pp2 vpp2", "tp2 ep2")}
+    usual = {name: LAYOUTS[name] for name in ("pp2 vpp2", "tp2 ep2")}
     ranks = run_ranks(2, found_texts, saved(tmp_path, names), usual, options, [DRAWN])
     check_ranks(ranks, names, [DRAWN])
 

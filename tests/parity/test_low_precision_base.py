@@ -152,7 +152,7 @@ _USUAL = [
     ("gpt", "pp", "nvfp4"),
     ("experts", "ep", "nvfp4"),
     ("dora", "fsdp", "nvfp4"),
-    ("stacks", "ep-fsdp", "nvfp4"),
+    ("stacks", "ep", "nvfp4"),
 ]
 _ALL = [
     (kind, layout, base)

@@ -41,7 +41,7 @@ class _Normalized(SGD):
         return loss
 
 
-STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 4, 8, 16, 50
+STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 3, 8, 16, 50
 CONFIG = tiny_config(hidden_size=16, num_query_groups=2, ffn_hidden_size=24, vocab_size=VOCABULARY)
 
 

@@ -33,8 +33,14 @@ def _fit(
 ) -> tuple[list[torch.Tensor], list[float]]:
     record, module = Losses(), ToyModule()
     strategy = layout.strategy(checkpoint_options=more.pop("checkpoint_options", None))
-    options: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": True, **more}
-    fit = trainer(strategy, default_root_dir=folder, callbacks=[record, *callbacks], **options)
+    options: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0, **more}
+    fit = trainer(
+        strategy,
+        default_root_dir=folder,
+        callbacks=[record, *callbacks],
+        enable_checkpointing=True,
+        **options,
+    )
     fit.fit(module, datamodule=layout.data_module(), ckpt_path=ckpt_path)
     return [p.detach().clone() for p in module.parameters()], record.losses
 
