@@ -36,7 +36,7 @@ from megatron_lightning.layers.styles import (
     VocabParallel,
 )
 from megatron_lightning.models.plans.gathered import gathered_plan
-from megatron_lightning.models.plans.hf_context import with_context
+from megatron_lightning.models.plans.hf_context import finds_mixers, with_context
 from megatron_lightning.models.plans.hf_heads import Attention, count_rewrites, projection
 from megatron_lightning.models.plans.hf_rows import as_patterns, split_both_ends
 from megatron_lightning.models.plans.hf_sequence import FullSequenceError, sequence_rows
@@ -119,7 +119,7 @@ def transformers_plan(
     plan = (
         ShardingPlan(modules={}, sequence_dim=1)
         if tensor_size == 1
-        else _tensor_plan(model, tensor_size)
+        else _tensor_plan(model, tensor_size, full_rows=context_size > 1 and finds_mixers(model))
     )
     if expert_size > 1:
         plan = plan | _expert_plan(model)
@@ -139,7 +139,7 @@ def _expert_plan(model: nn.Module) -> ShardingPlan:
     return ShardingPlan(modules=rows, sequence_dim=1)
 
 
-def _tensor_plan(model: nn.Module, tensor_size: int) -> ShardingPlan:
+def _tensor_plan(model: nn.Module, tensor_size: int, *, full_rows: bool) -> ShardingPlan:
     table = table_of(model, tensor_size)
     if table is not None:
         return table
@@ -149,7 +149,7 @@ def _tensor_plan(model: nn.Module, tensor_size: int) -> ShardingPlan:
     translation = _Translation(model, tensor_size)
     for pattern, name in entries.items():
         translation.add(pattern, name)
-    return translation.plan()
+    return translation.plan(full_rows=full_rows)
 
 
 @dataclass(frozen=True)
@@ -265,8 +265,8 @@ class _Translation:
 
     # ----------------------------------------------------------------------------------------- plan
 
-    def plan(self) -> ShardingPlan:
-        """Return the plan."""
+    def plan(self, *, full_rows: bool) -> ShardingPlan:
+        """Return the plan. ``full_rows``: activations are no shards of the sequence."""
         for path, entry in self._sums.items():
             splits = self._splits.pop(path, {})
             if splits or entry.name == "moe_tp_experts":
@@ -284,6 +284,8 @@ class _Translation:
         # any part of it.
         rows, why = split_both_ends(self._model, self._rows), None
         try:
+            if full_rows:
+                raise FullSequenceError("context-parallel ranks find what mixes its tokens")
             rows = sequence_rows(self._model, rows)
         except FullSequenceError as error:
             why = str(error)

@@ -137,6 +137,8 @@ def test_a_family_is_known_by_its_own_code(make: Any, code: str | None) -> None:
     model = make()
     assert foreign_code(model) == code
     assert finds_mixers(model) is (code is not None)
+    shards = transformers_plan(model, 2, 2).shards_sequence
+    assert shards is (code is None and type(model) is transformers.LlamaForCausalLM)
 
 
 def test_modules_that_every_rank_computes_keep_full_sequences(
