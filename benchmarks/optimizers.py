@@ -31,6 +31,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -41,7 +42,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from benchmarks import machine
 from benchmarks.ranks import run
@@ -56,8 +57,18 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
     "tp 2": {"tensor_model_parallel_size": 2},
     "pp 2": {"pipeline_model_parallel_size": 2, "micro_batch_size": 2},
     "cp 2": {"context_parallel_size": 2, **DDP},
+    "experts, ep 2": {"expert_model_parallel_size": 2},
+    "experts, tp 2, pp 2": {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "micro_batch_size": 2,
+    },
 }
-"""Name -> arguments of the strategy, on two ranks each."""
+"""Name -> arguments of the strategy. The name begins with the model, a Llama or with experts."""
+FOUR_RANKS = ("experts, tp 2, pp 2",)
+"""Layouts of four ranks. Others have two."""
+BY_DATA = ("ddp", "zero1", "fsdp", "experts, ep 2")
+"""Layouts whose ranks divide a batch."""
 
 STEPS, BATCH, SEQUENCE, VOCABULARY, WIDTH = 6, 4, 16, 128, 64
 TOLERANCE, ROUNDING, AMPLIFICATION = 1e-5, 1e-7, 3.0
@@ -156,20 +167,23 @@ class Llama(pl.LightningModule):
 
     sequence_dims: ClassVar[Mapping[str, int]] = {"inputs": 1, "targets": 1}
 
-    def __init__(self, optimizer: str, rounding: float = 0.0) -> None:
+    def __init__(self, optimizer: str, rounding: float = 0.0, *, experts: bool = False) -> None:
         super().__init__()
         self.optimizer = optimizer
         torch.manual_seed(0)
-        self.model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=WIDTH,
-                intermediate_size=2 * WIDTH,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                initializer_range=0.1,
-                use_cache=False,
-            )
+        sizes: dict[str, Any] = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": WIDTH,
+            "intermediate_size": 2 * WIDTH,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "initializer_range": 0.1,
+            "use_cache": False,
+        }
+        self.model: nn.Module = (
+            MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=4, num_local_experts=4))
+            if experts
+            else LlamaForCausalLM(LlamaConfig(**sizes))
         )
         with torch.no_grad():
             for parameter in self.model.parameters():
@@ -210,13 +224,21 @@ def _rows(seed: int, count: int) -> list[dict[str, Tensor]]:
     return [{"inputs": row[:-1], "targets": row[1:]} for row in tokens]
 
 
-def train(name: str, layout: str | None, rounding: float = 0.0) -> list[float]:
+def has_experts(layout: str) -> bool:
+    """Return whether a layout is tried on a mixture of experts."""
+    return layout.startswith("experts")
+
+
+def train(
+    name: str, layout: str | None, rounding: float = 0.0, *, experts: bool = False
+) -> list[float]:
     """Return the losses of the steps on this rank, and the loss of the evaluation after them.
 
     Args:
         name: Key of :data:`CASES`.
         layout: Key of :data:`LAYOUTS`; None: plain Lightning.
         rounding: Relative error of the first weights.
+        experts: Whether plain Lightning trains the mixture of experts.
 
     Raises:
         RuntimeError: If the optimizer is refused after a step.
@@ -226,10 +248,10 @@ def train(name: str, layout: str | None, rounding: float = 0.0) -> list[float]:
     options = None if layout is None else LAYOUTS[layout]
     losses = Losses()
     trainer = one_epoch(options, losses, num_sanity_val_steps=0)
-    size = BATCH // num_ranks() if layout in ("ddp", "zero1", "fsdp") else BATCH
+    size = BATCH // num_ranks() if layout in BY_DATA else BATCH
     try:
         trainer.fit(
-            Llama(name, rounding),
+            Llama(name, rounding, experts=experts or has_experts(layout or "")),
             DataLoader(_rows(1, STEPS * BATCH), size),  # type: ignore[arg-type]
             DataLoader(_rows(2, 2 * BATCH), size),  # type: ignore[arg-type]
         )
@@ -250,10 +272,11 @@ class Reference(NamedTuple):
     tolerance: float
 
 
-def reference(name: str, limit_s: float) -> Reference:
+def reference(name: str, limit_s: float, *, experts: bool = False) -> Reference:
     """Return the losses of one process, and how far those of others may be off."""
-    [losses] = run(1, train, name, None, limit_s=limit_s)
-    [rounded] = run(1, train, name, None, ROUNDING, limit_s=limit_s)
+    alone = partial(train, name, None, experts=experts)
+    [losses] = run(1, alone, limit_s=limit_s)
+    [rounded] = run(1, alone, ROUNDING, limit_s=limit_s)
     return Reference(losses, max(TOLERANCE, AMPLIFICATION * difference([rounded], losses)))
 
 
@@ -268,7 +291,7 @@ def difference(ranks: Sequence[Sequence[float]], expected: Sequence[float]) -> f
 def measure(name: str, layout: str, expected: Reference, limit_s: float) -> str:
     """Return the cell of one optimizer and layout, with what was said after a colon."""
     try:
-        ranks = run(2, train, name, layout, limit_s=limit_s)
+        ranks = run(4 if layout in FOUR_RANKS else 2, train, name, layout, limit_s=limit_s)
     except RuntimeError as error:
         return verdict(str(error))
     found = difference(ranks, expected.losses)
@@ -351,10 +374,14 @@ def fill(
         missing = [layout for layout in layouts if layout not in cells[name]]
         if not missing:
             continue
-        expected = reference(name, limit_s)
+        expected = {
+            experts: reference(name, limit_s, experts=experts)
+            for experts in {has_experts(layout) for layout in missing}
+        }
         for layout in missing:
-            cell = cells[name][layout] = measure(name, layout, expected, limit_s)
-            print(f"{name}, {layout}: {cell} (allowed {expected.tolerance:.0e})", flush=True)
+            mine = expected[has_experts(layout)]
+            cell = cells[name][layout] = measure(name, layout, mine, limit_s)
+            print(f"{name}, {layout}: {cell} (allowed {mine.tolerance:.0e})", flush=True)
             if work is not None:
                 with work.open("a") as file:
                     file.write(json.dumps([name, layout, cell]) + "\n")

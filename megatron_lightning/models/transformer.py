@@ -34,6 +34,7 @@ from megatron_lightning.layers.state.key_cache import CacheStep
 from megatron_lightning.layers.state_space.initial import fill_initial, is_state_space
 from megatron_lightning.models.costs import pipeline_units
 from megatron_lightning.models.transformer_layers import build_depth, build_layers, times
+from megatron_lightning.optim.maximal_update import MaximalUpdate, clear_query, initial_std
 
 if TYPE_CHECKING:
     from megatron_lightning.parallel.shards.sharding import ShardingPlan
@@ -136,9 +137,12 @@ class GPTModel(nn.Module):
     torch's default generator.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(
+        self, config: TransformerConfig, maximal_update: MaximalUpdate | None = None
+    ) -> None:
         super().__init__()
         self.config = config
+        self.maximal_update = maximal_update
         device = torch.empty(0).device
         with torch.device("meta"):
             self.embedding = LanguageModelEmbedding(config)
@@ -394,9 +398,14 @@ class GPTModel(nn.Module):
             tensor.fill_(0.0 if centered else 1.0)
         else:
             into_residual = name.endswith(_INTO_RESIDUAL)
-            std = config.init_method_std / (
-                math.sqrt(config.num_residual_blocks) if into_residual else 1.0
-            )
+            num_blocks = float(config.num_residual_blocks)
+            std, rule = config.init_method_std, self.maximal_update
+            if rule is not None:
+                std = initial_std(name, std, rule, config)
+                num_blocks *= rule.depth_of_values(config)
+            std /= math.sqrt(num_blocks) if into_residual else 1.0
             # Equal draws for all dtypes.
             values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
             tensor.copy_(values.normal_(0.0, std, generator=generator))
+            if rule is not None:
+                clear_query(name, tensor, config)

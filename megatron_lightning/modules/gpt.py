@@ -66,8 +66,15 @@ class GPTLightningModule(FolderModule):
                 "checkpoint of convert import (beside ckpt_path, if its state of Adam goes on)."
             )
         self._started = {} if init_from_hf is None else {"init_from_hf": init_from_hf, **origin}
+        if self.maximal_update is not None and init_from_hf is not None and not is_loaded:
+            raise ConfigError(
+                "maximal_update is given beside init_from_hf: the folder's weights were trained "
+                "with other factors of logits and learning rates. Leave one of them out."
+            )
         if config is not None:
-            self._set_config(config)
+            rule = self.maximal_update
+            # The configuration of a checkpoint has the factors.
+            self._set_config(config if rule is None or is_loaded else rule.scaled(config))
 
     def _config_of_folder(self) -> TransformerConfig | None:
         """Return the configuration of the folder. None: there is no such folder. A checkpoint
@@ -106,7 +113,7 @@ class GPTLightningModule(FolderModule):
         mesh = self.given_mesh or self.device_mesh
         parallel = mesh is not None and "pp" in (mesh.mesh_dim_names or ())
         with torch.device("meta" if parallel else torch.empty(0).device):
-            self.model = self._adapt(GPTModel(self.config))
+            self.model = self._adapt(GPTModel(self.config, self.maximal_update))
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         """Return the optional inputs of ``forward`` in a batch."""

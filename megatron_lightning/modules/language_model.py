@@ -24,6 +24,12 @@ from megatron_lightning.modules.schedule_lengths import (
     check_schedule_name,
 )
 from megatron_lightning.optim.lr_schedules import LRSchedule, ScheduledLR
+from megatron_lightning.optim.maximal_update import (
+    GroupScaling,
+    MaximalUpdate,
+    Scaling,
+    scale_eps,
+)
 from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
 from megatron_lightning.parallel.shards.stored_weight import StoredWeight
 from megatron_lightning.peft import LoRA
@@ -74,6 +80,8 @@ class LanguageModule(LightningModule):
         peft: Adapters trained in the place of the model's weights. Default: train all weights.
         qat: Weights rounded in the forward as servers will hold them: a format such as "nvfp4", or
             :class:`~megatron_lightning.precision.QAT`. Default: not rounded.
+        maximal_update: Learning rates and initial values scaled from a narrow base model (μP), see
+            :class:`~megatron_lightning.optim.MaximalUpdate`. Default: not scaled.
 
     Raises:
         ConfigError: If the schedule contradicts itself.
@@ -111,6 +119,7 @@ class LanguageModule(LightningModule):
         train_only: Sequence[str] | None = None,
         peft: LoRA | None = None,
         qat: QAT | ServedName | None = None,
+        maximal_update: MaximalUpdate | None = None,
     ) -> None:
         super().__init__()
         if learning_rate < 0.0:
@@ -126,6 +135,10 @@ class LanguageModule(LightningModule):
             lr_schedule = LRSchedule(**lr_schedule)
         if isinstance(peft, Mapping):  # from `load_from_checkpoint`, as the schedule
             peft = LoRA(**peft)
+        if isinstance(maximal_update, Mapping):
+            maximal_update = MaximalUpdate(**maximal_update)
+        self.maximal_update = maximal_update
+        """Factors of learning rates and initial values from a base model. None: none."""
         groups = [
             row if isinstance(row, ParamGroup) else ParamGroup(**row) for row in param_groups or ()
         ]
@@ -166,6 +179,7 @@ class LanguageModule(LightningModule):
             "train_only": None if train_only is None else list(train_only),
             "peft": None if peft is None else asdict(peft),
             "qat": None if self.qat is None else asdict(self.qat),
+            "maximal_update": None if maximal_update is None else asdict(maximal_update),
         }
         if named is not None and self._has_own_options:
             check_defaults(type(self), named, self._settings)
@@ -364,17 +378,25 @@ class LanguageModule(LightningModule):
 
     def _optimizer(self) -> torch.optim.Optimizer:
         named = self._named_optimizer
+        rule = self.maximal_update
+        scaling = None if rule is None else Scaling.of(self, rule)
         if named is None:
             groups = make_param_groups(
-                self, self.param_groups, lr=self.learning_rate, weight_decay=self.weight_decay
+                self,
+                self.param_groups,
+                lr=self.learning_rate,
+                weight_decay=self.weight_decay,
+                scaling=None if scaling is None else GroupScaling(scaling, torch.optim.AdamW),
             )
             make = fused_adamw if self.fused else torch.optim.AdamW
-            return make(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
+            adamw = make(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
+            scale_eps(adamw)
+            return adamw
         mesh = self.device_mesh
         is_whole = mesh is None or "pp" not in (mesh.mesh_dim_names or ()) or mesh["pp"].size() == 1
         if is_whole:  # a stage has some of the names; the strategy has checked all of them before
             named.check_patterns(self)
-        return named.make(self, self.param_groups, self.learning_rate)
+        return named.make(self, self.param_groups, self.learning_rate, scaling)
 
     def _schedule_of_fit(self) -> LRSchedule | None:
         """Return the schedule with lengths derived from the steps of the fit. None: a constant

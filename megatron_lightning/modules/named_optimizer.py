@@ -33,6 +33,7 @@ from torch import nn
 
 from megatron_lightning.config.class_paths import imported_class
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.maximal_update import GroupScaling, Scaling, scale_eps
 from megatron_lightning.optim.param_groups import ParamGroup, make_param_groups
 from megatron_lightning.optim.stepping.chained import ChainedOptimizer
 from megatron_lightning.parallel.shards.patterns import compile_pattern, nearest_pattern
@@ -202,7 +203,11 @@ class NamedOptimizer:
                 )
 
     def make(
-        self, module: nn.Module, table: Sequence[ParamGroup], learning_rate: float
+        self,
+        module: nn.Module,
+        table: Sequence[ParamGroup],
+        learning_rate: float,
+        scaling: Scaling | None = None,
     ) -> torch.optim.Optimizer:
         """Make the optimizer of this rank's parameters.
 
@@ -210,6 +215,7 @@ class NamedOptimizer:
             module: Owner of the parameters.
             table: Rows of parameter groups.
             learning_rate: Peak learning rate, unless ``init_args`` have an ``lr``.
+            scaling: Factors of maximal updates. None: none.
 
         Raises:
             ConfigError: If the class is unknown, or refuses its arguments or parameters.
@@ -219,7 +225,7 @@ class NamedOptimizer:
         if self.members:
             shares = _shares(module, members)
         optimizers = [
-            _make(member, share, module, table, learning_rate)
+            _make(member, share, module, table, learning_rate, scaling=scaling)
             for member, share in zip(members, shares, strict=True)
         ]
         return ChainedOptimizer(*optimizers) if self.members else optimizers[0]
@@ -268,12 +274,19 @@ def _make(
     module: nn.Module,
     table: Sequence[ParamGroup],
     learning_rate: float,
+    *,
+    scaling: Scaling | None,
 ) -> torch.optim.Optimizer:
     kind = _class_of(named.class_path)
     named.check()
     rate = named.init_args.get("lr", learning_rate)
-    groups = make_param_groups(module, table, lr=rate, only=share)
-    for group, options in zip(groups, ({}, *(row.options for row in table)), strict=True):
+    scales = None
+    if scaling is not None:
+        scales = GroupScaling(scaling, kind, named.init_args.get("adjust_lr_fn"))
+    groups = make_param_groups(module, table, lr=rate, only=share, scaling=scales)
+    num_scales = 1 if scales is None else len(scales.scales)
+    rows = [row for row in ({}, *(row.options for row in table)) for _ in range(num_scales)]
+    for group, options in zip(groups, rows, strict=True):
         if "weight_decay" not in options:
             # The class has its own default, or the value in init_args.
             del group["weight_decay"]
@@ -291,11 +304,10 @@ def _make(
             "Change init_args; an optimizer of matrices alone, such as Muon, is the first of a "
             "ChainedOptimizer (docs/training.md)."
         ) from error
-    for group, options in zip(
-        optimizer.param_groups, ({}, *(r.options for r in table)), strict=True
-    ):
+    for group, options in zip(optimizer.param_groups, rows, strict=True):
         if "weight_decay" in group and "weight_decay" not in options:
             group["weight_decay"] *= group["wd_mult"]
+    scale_eps(optimizer)
     return optimizer
 
 

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from megatron_lightning.optim.gradients.reducer import GradientReducer
     from megatron_lightning.optim.loss_scale import DynamicLossScale
     from megatron_lightning.optim.lr_schedules import LRSchedule, ScheduledLR
+    from megatron_lightning.optim.maximal_update import (
+        GroupScaling,
+        MaximalUpdate,
+        Scaling,
+        base_shapes,
+    )
     from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
     from megatron_lightning.optim.stepping.chained import ChainedOptimizer
     from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
@@ -28,10 +34,14 @@ __all__ = [
     "DistributedOptimizer",
     "DynamicLossScale",
     "GradientReducer",
+    "GroupScaling",
     "LRSchedule",
+    "MaximalUpdate",
     "Muon",
     "ParamGroup",
+    "Scaling",
     "ScheduledLR",
+    "base_shapes",
     "clip_grads_by_norm_",
     "clip_grads_by_value_",
     "global_grad_norm",
@@ -46,6 +56,10 @@ lazy_attributes(
         "DistributedOptimizer": "megatron_lightning.optim.stepping.distributed",
         "DynamicLossScale": "megatron_lightning.optim.loss_scale",
         "GradientReducer": "megatron_lightning.optim.gradients.reducer",
+        "GroupScaling": "megatron_lightning.optim.maximal_update",
+        "MaximalUpdate": "megatron_lightning.optim.maximal_update",
+        "Scaling": "megatron_lightning.optim.maximal_update",
+        "base_shapes": "megatron_lightning.optim.maximal_update",
         "LRSchedule": "megatron_lightning.optim.lr_schedules",
         "Muon": "megatron_lightning.optim.stepping.muon",
         "NO_DECAY": "megatron_lightning.optim.param_groups",

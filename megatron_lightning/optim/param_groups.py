@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.maximal_update import GroupScaling
 from megatron_lightning.parallel.shards.attachments import Attachment, is_wrapper
 from megatron_lightning.parallel.shards.patterns import compile_pattern
 from megatron_lightning.parallel.shards.ties import tied_names
@@ -75,6 +76,7 @@ def make_param_groups(
     lr: float,
     weight_decay: float = 0.0,
     only: Container[str] | None = None,
+    scaling: GroupScaling | None = None,
 ) -> list[dict[str, Any]]:
     """Return the groups for an optimizer. A parameter belongs to the first matching row. In a
     module with adapters, or with a frozen model beside the trained, frozen parameters are left out.
@@ -86,6 +88,7 @@ def make_param_groups(
         lr: Common peak learning rate.
         weight_decay: Common weight decay.
         only: Names of ``named_parameters()``, to leave out all others. None: all parameters.
+        scaling: Factors of maximal updates, which divide every group. None: none.
 
     Returns:
         The default group, then a group for each row, empty groups included.
@@ -110,12 +113,14 @@ def make_param_groups(
         is_wrapper(m) or isinstance(m, Attachment) or getattr(m, "is_partly_frozen", False)
         for m in module.modules()
     )
+    divided = [[group] if scaling is None else scaling.divided(group) for group in groups]
     for index, name, parameter in _rows_of(module, table):
         if only is not None and name not in only:
             continue
         if parameter.requires_grad or not skips_frozen:
-            groups[index]["params"].append(parameter)
-    return groups
+            place = 0 if scaling is None else scaling.place(name, parameter.dim())
+            divided[index][place]["params"].append(parameter)
+    return [group for some in divided for group in some]
 
 
 def _rows_of(
