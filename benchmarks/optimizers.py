@@ -57,6 +57,9 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
     "tp 2": {"tensor_model_parallel_size": 2},
     "pp 2": {"pipeline_model_parallel_size": 2, "micro_batch_size": 2},
     "cp 2": {"context_parallel_size": 2, **DDP},
+}
+"""Name -> arguments of the strategy, for a Llama on two ranks."""
+EXPERT_LAYOUTS: Mapping[str, dict[str, Any]] = {
     "experts, ep 2": {"expert_model_parallel_size": 2},
     "experts, tp 2, pp 2": {
         "tensor_model_parallel_size": 2,
@@ -64,7 +67,8 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
         "micro_batch_size": 2,
     },
 }
-"""Name -> arguments of the strategy. The name begins with the model, a Llama or with experts."""
+"""The same for a mixture of experts, by --layouts."""
+ALL_LAYOUTS = {**LAYOUTS, **EXPERT_LAYOUTS}
 FOUR_RANKS = ("experts, tp 2, pp 2",)
 """Layouts of four ranks. Others have two."""
 BY_DATA = ("ddp", "zero1", "fsdp", "experts, ep 2")
@@ -226,7 +230,7 @@ def _rows(seed: int, count: int) -> list[dict[str, Tensor]]:
 
 def has_experts(layout: str) -> bool:
     """Return whether a layout is tried on a mixture of experts."""
-    return layout.startswith("experts")
+    return layout in EXPERT_LAYOUTS
 
 
 def train(
@@ -236,7 +240,7 @@ def train(
 
     Args:
         name: Key of :data:`CASES`.
-        layout: Key of :data:`LAYOUTS`; None: plain Lightning.
+        layout: Key of :data:`ALL_LAYOUTS`; None: plain Lightning.
         rounding: Relative error of the first weights.
         experts: Whether plain Lightning trains the mixture of experts.
 
@@ -245,7 +249,7 @@ def train(
     """
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    options = None if layout is None else LAYOUTS[layout]
+    options = None if layout is None else ALL_LAYOUTS[layout]
     losses = Losses()
     trainer = one_epoch(options, losses, num_sanity_val_steps=0)
     size = BATCH // num_ranks() if layout in BY_DATA else BATCH
@@ -392,7 +396,7 @@ def main() -> None:
     """Print the table, and write it where asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--optimizers", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="+", choices=list(ALL_LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--work", type=Path, help="file with a line per cell")
     parser.add_argument("--limit-s", type=float, default=180.0, help="of one run of one optimizer")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} and results/")
