@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_lightning.modules.post_training.policy import PolicyModule
     from megatron_lightning.modules.post_training.rollout_data import RolloutDataModule
     from megatron_lightning.modules.post_training.tool_environment import ToolEnvironment
+    from megatron_lightning.modules.post_training.unpaired_data import UnpairedDataModule
     from megatron_lightning.modules.preference_data import PreferenceDataModule
     from megatron_lightning.modules.pretrain_data import PretrainDataModule
 
@@ -35,6 +36,7 @@ __all__ = [
     "RolloutDataModule",
     "ToolEnvironment",
     "Turn",
+    "UnpairedDataModule",
 ]
 
 lazy_attributes(
@@ -54,5 +56,6 @@ lazy_attributes(
         "RolloutDataModule": "megatron_lightning.modules.post_training.rollout_data",
         "ToolEnvironment": "megatron_lightning.modules.post_training.tool_environment",
         "Turn": "megatron_lightning.data.rollouts.environments",
+        "UnpairedDataModule": "megatron_lightning.modules.post_training.unpaired_data",
     },
 )

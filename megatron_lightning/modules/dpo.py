@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,24 +22,24 @@ from megatron_lightning.layers.losses.preference_loss import (
     PreferenceLoss,
     PreferenceLossName,
 )
+from megatron_lightning.layers.losses.unpaired_loss import UnpairedLoss
 from megatron_lightning.models.teacher_student import ReferencePair
 from megatron_lightning.models.token_outputs import losses_and_router_loss, token_losses_of
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.modules.objective import Template, template_of
 from megatron_lightning.modules.post_training.reference import (
     Reference,
-    ReferencedModule,
     chosen_reference,
     default_reference,
 )
+from megatron_lightning.modules.post_training.unpaired import UnpairedModule
+from megatron_lightning.modules.post_training.unpaired_data import UnpairedDataModule
 from megatron_lightning.modules.preference_data import PreferenceDataModule
-from megatron_lightning.parallel.collectives import copy_to_axis, reduce_from_axis
-from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
 
 Batch = dict[str, Tensor]
 
 
-class DPOModule(ReferencedModule):
+class DPOModule(UnpairedModule):
     """A language model trained by preferences (https://arxiv.org/abs/2305.18290) on batches of
     :class:`PreferenceDataModule`. For the losses see ``layers.preference_loss``.
 
@@ -56,18 +56,25 @@ class DPOModule(ReferencedModule):
             same model without adapters. ``model``: a second, frozen model. Default: ``adapters`` if
             the model has adapters, otherwise ``scores``. The losses orpo and simpo have none.
         reference_model: The module of the second model. Default: as ``model``, before training.
-        loss: ``sigmoid`` (DPO), ``ipo``, ``orpo`` or ``simpo``.
+        loss: ``sigmoid`` (DPO), ``ipo``, ``orpo``, ``simpo``, or ``kto``, for single answers of
+            :class:`UnpairedDataModule`. Its mean over mismatched rows belongs to the whole step,
+            which needs ``pipeline_options=PipelineOptions(explicit_steps=True)``.
         beta: Factor of the difference from the reference. For ipo the weight of the regularization,
             for orpo the weight of the odds ratio.
         gamma: Margin of simpo.
         label_smoothing: Probability of a swapped pair, for sigmoid.
+        desirable_weight: Factor of desirable answers, for kto.
+        undesirable_weight: Factor of the other answers, for kto.
         dropout: Whether the trained model has dropout. The reference never has.
 
     Raises:
         ConfigError: If values contradict each other.
     """
 
-    sequence_dims: ClassVar[Mapping[str, int]] = PreferenceDataModule.sequence_dims
+    sequence_dims: ClassVar[Mapping[str, int]] = {
+        **PreferenceDataModule.sequence_dims,
+        **UnpairedDataModule.sequence_dims,
+    }
 
     def __init__(
         self,
@@ -75,19 +82,28 @@ class DPOModule(ReferencedModule):
         *,
         reference: Reference | None = None,
         reference_model: Template | None = None,
-        loss: PreferenceLossName = "sigmoid",
+        loss: PreferenceLossName | Literal["kto"] = "sigmoid",
         beta: float = 0.1,
         gamma: float = 0.5,
         label_smoothing: float = 0.0,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
         dropout: bool = False,
     ) -> None:
-        function = PreferenceLoss(
-            name=loss, beta=beta, gamma=gamma, label_smoothing=label_smoothing
-        )
+        function: PreferenceLoss | UnpairedLoss
+        if loss == "kto":
+            function = UnpairedLoss(
+                beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight
+            )
+        else:
+            function = PreferenceLoss(
+                name=loss, beta=beta, gamma=gamma, label_smoothing=label_smoothing
+            )
         template = template_of(model, "model")
         chosen = _reference(function, reference, template)
         super().__init__(template, chosen, reference_model, dropout=dropout)
         self.preference_loss = function
+        self.has_explicit_steps = isinstance(function, UnpairedLoss)
         self._scored: dict[int, list[float]] = {}
         self.save_settings(
             reference=reference,
@@ -96,6 +112,8 @@ class DPOModule(ReferencedModule):
             beta=beta,
             gamma=gamma,
             label_smoothing=label_smoothing,
+            desirable_weight=desirable_weight,
+            undesirable_weight=undesirable_weight,
             dropout=dropout,
         )
 
@@ -108,7 +126,8 @@ class DPOModule(ReferencedModule):
         super().configure_model()
         config = getattr(self, "config", None)
         has_experts = isinstance(config, TransformerConfig) and config.moe is not None
-        if self.uses_adapters and self.num_pipeline_ranks > 1 and has_experts:
+        shares_rows = self.uses_adapters and not self.has_explicit_steps
+        if shares_rows and self.num_pipeline_ranks > 1 and has_experts:
             raise ConfigError(
                 f'the reference is "{self.reference}" on {self.num_pipeline_ranks} pipeline ranks, '
                 "where it is computed in other rows of the same call, and experts would mix the "
@@ -118,7 +137,9 @@ class DPOModule(ReferencedModule):
     # ------------------------------------------------------------------------------------ the steps
 
     def num_items(self, batch: Batch) -> Tensor:
-        """Return the number of pairs."""
+        """Return the number of pairs, or of single answers."""
+        if self.has_explicit_steps:
+            return super().num_items(batch)
         return torch.tensor(len(batch["chosen"]), device=batch["chosen"].device)
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
@@ -165,17 +186,13 @@ class DPOModule(ReferencedModule):
 
     def _answers(self, losses: Tensor, labels: Tensor) -> AnswerScores:
         """Return the log-probabilities of answers, from token losses [2 b, s]."""
-        is_counted = labels != IGNORED_LABEL
-        sums = torch.stack([-(losses * is_counted).sum(-1), is_counted.sum(-1).to(losses.dtype)])
-        context = self.context
-        if context is not None and context.cp.size > 1:
-            # Ranks share sequences. Every rank computes the same loss, and gradients are means.
-            sums = copy_to_axis(reduce_from_axis(sums, context.cp), context.cp)
-        log_probs, num_tokens = sums.view(2, 2, -1).transpose(1, 2)
+        log_probs, num_tokens = self._row_sums(losses, labels).view(2, 2, -1).transpose(1, 2)
         return AnswerScores(log_probs, num_tokens.detach())
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the mean loss of the pairs, and their number."""
+        """Return the mean loss of the pairs, or of single answers, and their number."""
+        if isinstance(self.preference_loss, UnpairedLoss):
+            return self._unpaired_loss(batch, self.preference_loss)
         policy, reference, balancing = self._scores(batch)
         loss = self.preference_loss(policy, reference).mean()
         self._observe(policy, reference)
@@ -287,7 +304,7 @@ def _rows_of(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _reference(
-    loss: PreferenceLoss, reference: Reference | None, template: Template
+    loss: PreferenceLoss | UnpairedLoss, reference: Reference | None, template: Template
 ) -> Reference | None:
     """Return the reference of a loss."""
     if not loss.needs_reference:
@@ -297,6 +314,14 @@ def _reference(
                 "set loss to sigmoid or ipo."
             )
         return None
+    if isinstance(loss, UnpairedLoss):
+        if reference == "scores":
+            raise ConfigError(
+                'reference is "scores", and the loss kto compares mismatched rows, too, which no '
+                'file has scores of. Set reference to "model", or with adapters to "adapters".'
+            )
+        default = default_reference(template.peft, "model")
+        return chosen_reference(reference, default, template.peft)
     # Scores made before training are always right.
     return chosen_reference(reference, default_reference(template.peft, "scores"), template.peft)
 
@@ -307,7 +332,7 @@ def _saved_reference(settings: Mapping[str, Any]) -> Reference | None:
     """
     if "reference_model" not in settings or "loss" not in settings:  # only this class has both
         return None
-    if not PreferenceLoss(name=settings["loss"]).needs_reference:
+    if settings["loss"] in ("orpo", "simpo"):
         return None
     saved: Reference | None = settings["reference"]
     return saved or default_reference(settings["model"]["init_args"].get("peft"), "scores")

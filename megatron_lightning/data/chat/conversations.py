@@ -104,7 +104,7 @@ def parse_row(row: Row) -> Chat | Text | Tokens:
     if str(fields.get("label")).lower() == "false" and "text" not in fields:
         raise DataError(
             f"{row.where}: label is false, which marks an answer to avoid (data of KTO), and "
-            "fine-tuning would train it. Leave such rows out."
+            "fine-tuning would train it. Leave such rows out, or train them by UnpairedDataModule."
         )
     if "messages" in fields:
         return _chat(row, "messages", _with_system(row, _turns(row, "messages")))

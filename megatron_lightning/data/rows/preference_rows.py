@@ -38,8 +38,8 @@ def parse_pair(row: Row) -> tuple[Chat | Text, Chat | Text]:
     if not all(side in fields for side in SIDES):
         if "completion" in fields and "label" in fields:
             raise DataError(
-                f"{row.where}: completion and label are data of KTO, whose loss compares unpaired "
-                f"answers over a batch, which micro-batches would change; expected {_WANTED}"
+                f"{row.where}: completion and label are single answers, which UnpairedDataModule "
+                f'reads for DPOModule(loss="kto"); expected {_WANTED}'
             )
         raise DataError(f"{row.where}: the keys are {sorted(fields)}; expected {_WANTED}")
     prompt = fields.get("prompt")

@@ -9,7 +9,7 @@ answer, w_ref and l_ref under a reference, n the numbers of tokens, s = log sigm
     simpo     -s(b (w / n_w - l / n_l) - g)                            SimPO, arXiv 2405.14734
 
 where odds(x) = x - log(1 - exp x). All losses belong to a pair, so that micro-batches do not change
-a loss. The loss of KTO has a statistic of the batch, and is not among these.
+a loss. For the loss of KTO see :mod:`megatron_lightning.layers.losses.unpaired_loss`.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class PreferenceLoss:
             names = ", ".join(_LOSSES)
             if str(self.name) == "kto":
                 raise ConfigError(
-                    "loss is 'kto', whose loss has a statistic of the batch that every split into "
-                    f"micro-batches and ranks would change. Set one of {names}."
+                    "name is 'kto', whose loss is one of single answers: see UnpairedLoss. Set one "
+                    f"of {names}."
                 )
             raise ConfigError(f"loss is {self.name!r}; must be one of {names}.")
         if self.beta <= 0.0:

@@ -82,14 +82,15 @@ class OwnTexts:
                 "sampled behind other documents. Set packing of the data to none."
             )
         longest = most_positions(model)
-        prompts = [_prompt_of(*row) for row in zip(batch["tokens"], batch["labels"], strict=True)]
+        prompts = [prompt_of(*row) for row in zip(batch["tokens"], batch["labels"], strict=True)]
         places = [n for n, prompt in enumerate(prompts) if 0 < len(prompt) <= longest]
-        first = ((number * context.dp.size) + context.dp.rank) * len(prompts)
+        # Rows are dealt out to the replicas in turn, so that a row's seed is that of one process.
+        size, first = context.dp.size, number * context.dp.size * len(prompts) + context.dp.rank
         samplings = [
             Sampling(
                 max_new_tokens=min(self.max_completion_length, longest + 1 - len(prompts[place])),
                 temperature=self.temperature,
-                seed=(self.seed << 32) + first + place,
+                seed=(self.seed << 32) + first + place * size,
             )
             for place in places
         ]
@@ -99,18 +100,8 @@ class OwnTexts:
         answers: dict[int, list[int]] = {
             place: text.sampled_tokens for place, text in zip(places, texts, strict=True)
         }
-        rows = Generation([
-            _row(prompt or [0], answers.get(place, [])) for place, prompt in enumerate(prompts)
-        ])  # fmt: skip
-        data = getattr(trainer, "datamodule", None)
-        divisor = data._row_divisor() if isinstance(data, RunDataModule) else 1
-        sampled = rows.batch(
-            range(len(prompts)), padding=0, multiple=lcm(_PAD_TO, divisor), longest=longest
-        )
-        return {
-            name: sampled[name].to(batch["tokens"].device)
-            for name in ("tokens", "labels", "padding")
-        }
+        texts_of = [(prompt or [0], answers.get(n, [])) for n, prompt in enumerate(prompts)]
+        return padded_rows(trainer, texts_of, longest, batch["tokens"].device)
 
     def _ends(self, trainer: pl.Trainer) -> Sequence[int]:
         if self.end_ids is not None:
@@ -120,7 +111,32 @@ class OwnTexts:
         return ends or (() if tokenizer is None else (tokenizer.end,))
 
 
-def _prompt_of(tokens: Tensor, labels: Tensor) -> list[int]:
+def padded_rows(
+    trainer: pl.Trainer,
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    longest: int,
+    device: torch.device,
+) -> Batch:
+    """Return ``tokens``, ``labels`` (shifted) and ``padding`` [b, s] of prompts with answers.
+
+    Args:
+        trainer: The fit, whose layout divides rows.
+        texts: Ids of prompts and answers. Answers end at ``longest``.
+        longest: Most positions of a row.
+        device: Of the result.
+    """
+    data = getattr(trainer, "datamodule", None)
+    divisor = data._row_divisor() if isinstance(data, RunDataModule) else 1
+    rows = Generation(
+        [_row(prompt, answer[: longest + 1 - len(prompt)]) for prompt, answer in texts]
+    )
+    batch = rows.batch(
+        range(len(texts)), padding=0, multiple=lcm(_PAD_TO, divisor), longest=longest
+    )
+    return {name: batch[name].to(device) for name in ("tokens", "labels", "padding")}
+
+
+def prompt_of(tokens: Tensor, labels: Tensor) -> list[int]:
     """Return the ids of a row before its last answer. Empty: the row has none."""
     trained = labels != IGNORED_LABEL
     begins = trained.clone()

@@ -251,7 +251,7 @@ def test_wrong_references_are_refused() -> None:
         ({"model": full, "reference": "base"}, "has no adapters"),
         ({"model": saved, "reference": "adapters"}, "trained in place"),
         ({"model": adapted, "reference": "scores", "loss": "orpo"}, "the loss orpo has none"),
-        ({"model": full, "loss": "kto"}, "statistic of the batch"),
+        ({"model": full, "loss": "kto", "reference": "scores"}, "mismatched rows"),
         ({"model": full, "reference_model": full}, 'Set reference to "model"'),
         ({"model": torch.nn.Linear(1, 1)}, "GPTLightningModule or a HuggingFaceModule"),
     ):

@@ -92,7 +92,7 @@ def test_texts_are_joined_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"prompt": "a", "completion": "b", "label": True}, "data of KTO"),
+        ({"prompt": "a", "completion": "b", "label": True}, "UnpairedDataModule"),
         ({"prompt": "a", "chosen": "b"}, "expected prompt, chosen and rejected"),
         ({"chosen": "b", "rejected": "c"}, "there is no prompt"),
         ({"chosen": BLUE, "rejected": RED}, "begin with different messages"),

@@ -117,7 +117,7 @@ def test_orpo_is_finite_for_sure_and_for_impossible_answers() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "kto"}, "statistic of the batch"),
+        ({"name": "kto"}, "see UnpairedLoss"),
         ({"name": "hinge"}, "must be one of sigmoid, ipo, orpo, simpo"),
         ({"beta": 0.0}, "must be positive"),
         ({"name": "ipo", "label_smoothing": 0.1}, "for the loss sigmoid alone"),
