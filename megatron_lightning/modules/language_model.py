@@ -30,7 +30,12 @@ from megatron_lightning.optim.maximal_update import (
     Scaling,
     scale_eps,
 )
-from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
+from megatron_lightning.optim.param_groups import (
+    NO_DECAY,
+    ParamGroup,
+    check_options,
+    make_param_groups,
+)
 from megatron_lightning.parallel.shards.stored_weight import StoredWeight
 from megatron_lightning.peft import LoRA
 from megatron_lightning.peft.record import PEFT, Record, read_records, write_record
@@ -390,6 +395,7 @@ class LanguageModule(LightningModule):
             )
             make = fused_adamw if self.fused else torch.optim.AdamW
             adamw = make(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
+            check_options(self.param_groups, adamw)
             scale_eps(adamw)
             return adamw
         mesh = self.device_mesh

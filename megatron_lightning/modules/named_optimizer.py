@@ -34,7 +34,7 @@ from torch import nn
 from megatron_lightning.config.class_paths import imported_class
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.maximal_update import GroupScaling, Scaling, scale_eps
-from megatron_lightning.optim.param_groups import ParamGroup, make_param_groups
+from megatron_lightning.optim.param_groups import ParamGroup, check_options, make_param_groups
 from megatron_lightning.optim.stepping.chained import ChainedOptimizer
 from megatron_lightning.parallel.shards.patterns import compile_pattern, nearest_pattern
 from megatron_lightning.parallel.shards.ties import tied_names
@@ -304,6 +304,8 @@ def _make(
             "Change init_args; an optimizer of matrices alone, such as Muon, is the first of a "
             "ChainedOptimizer (docs/training.md)."
         ) from error
+    if share is None:  # a member of a chain may be another class than the option is for
+        check_options(table, optimizer)
     for group, options in zip(optimizer.param_groups, rows, strict=True):
         if "weight_decay" in group and "weight_decay" not in options:
             group["weight_decay"] *= group["wd_mult"]

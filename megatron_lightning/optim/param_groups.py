@@ -11,6 +11,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
@@ -43,7 +44,7 @@ class ParamGroup:
     wd_mult: float = 1.0
     """Factor of the common weight decay. 0: no weight decay."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further options of the optimizer, such as betas."""
+    """Further options of the optimizer, such as betas and eps. Lists become tuples."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "lr_mult", "min_lr", "wd_mult"):
@@ -171,4 +172,22 @@ def _group(row: ParamGroup, lr: float, weight_decay: float) -> dict[str, Any]:
         group["lr_mult"] = row.lr_mult
     if row.min_lr is not None:
         group["min_lr"] = row.min_lr
-    return {**group, **row.options}
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in row.options.items()}
+    return {**group, **options}
+
+
+def check_options(table: Sequence[ParamGroup], optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer reads the options of all groups: torch keeps others in silence.
+
+    Raises:
+        ConfigError: If an option is none of the optimizer's.
+    """
+    known = sorted(optimizer.defaults)
+    for row in table:
+        unknown = [key for key in row.options if key not in known]
+        if unknown:
+            raise ConfigError(
+                f"parameter group {row.name!r} has the option {unknown[0]!r}, which "
+                f"{type(optimizer).__name__} does not read. It has {', '.join(known)}. Correct the "
+                "name, or leave it out."
+            )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    BatchSizeFinder,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -116,6 +117,8 @@ def check_callbacks(
         )
     if sharded or layout.model_parallel_size > 1:
         _check_pruning(callbacks, layout, data_parallel)
+    if num_replicas > 1 or layout.model_parallel_size > 1:
+        _check_finders(callbacks)
     averaging = _first(callbacks, WeightAveraging, StochasticWeightAveraging)
     if sharded and data_parallel == "fsdp" and averaging is not None:
         raise ConfigError(
@@ -126,6 +129,17 @@ def check_callbacks(
 
 def _first(callbacks: list[pl.Callback], *kinds: type[pl.Callback]) -> pl.Callback | None:
     return next((callback for callback in callbacks if isinstance(callback, kinds)), None)
+
+
+def _check_finders(callbacks: list[pl.Callback]) -> None:
+    finder = _first(callbacks, BatchSizeFinder)
+    if finder is not None:
+        raise ConfigError(
+            f"{type(finder).__name__} tries batches until the memory ends, which Lightning does in "
+            "a single process, and the job has several ranks. Remove it, and find the largest "
+            "micro_batch_size with `megatron-lightning plan`, which knows each rank's bytes "
+            "without a run."
+        )
 
 
 def _check_finetuning(

@@ -38,6 +38,7 @@ from megatron_lightning.strategies.checks.optimizers import effective_data_paral
 from megatron_lightning.strategies.fp8 import parameter_storage
 from megatron_lightning.strategies.lightning_internals import put_around_hooks
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
+from megatron_lightning.strategies.step.group_lines import print_groups
 
 
 class Training:
@@ -89,6 +90,7 @@ class Training:
                 f"MegatronStrategy: {', '.join(names)} was tried, not known: two copies that "
                 "step halves of its parameters, as the ranks do, agree with one that steps all."
             )
+        print_groups(self.accumulation.views, context.pp)
         self._opaque: Mapping[str, Any] = storage.opaque_layers
         self._weight_gradients = WeightGradients()  # of compiled layers
         if storage.names:

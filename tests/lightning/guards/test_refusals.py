@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
+from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, ModelPruning
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -534,6 +534,7 @@ _PRUNING = ModelPruning("l1_unstructured", amount=0.5)
             {"pipeline_model_parallel_size": 2},
             "the 2 pipeline ranks, which hold different",
         ),
+        (ToyModule, [BatchSizeFinder()], {}, "BatchSizeFinder .* several ranks.*plan"),
         (ToyModule, [_PRUNING], {}, 'ModelPruning chooses .* one rank sees.*data_parallel="zero1"'),
         (
             ToyModule,
@@ -554,7 +555,7 @@ _PRUNING = ModelPruning("l1_unstructured", amount=0.5)
             "groups",
             "rates",
         ),
-        *("finetuning", "finetuning-stages", "pruning-shards", "pruning-stages"),
+        *("finetuning", "finetuning-stages", "batch-finder", "pruning-shards", "pruning-stages"),
     ],
 )
 def test_modules_are_refused_before_any_process_starts(

@@ -3,6 +3,8 @@ of its own."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +20,11 @@ from megatron_lightning.optim import (
     ScheduledLR,
     make_param_groups,
 )
+from megatron_lightning.optim.param_groups import check_options
 from megatron_lightning.parallel.shards.patterns import compile_pattern
 from megatron_lightning.parallel.shards.ties import record_ties
 from megatron_lightning.pipeline.stages.stage import StagePartition
+from megatron_lightning.strategies.step import group_lines
 from tests.helpers.layouts import tiny_config
 
 CONFIG = tiny_config(
@@ -143,3 +147,44 @@ def test_patterns(pattern: str, names: list[str]) -> None:
         for name in ("", "norm", "prenorm", "a.norm", "a.b.norm")
         if compile_pattern(pattern).fullmatch(name)
     ] == names
+
+
+def test_options_that_the_optimizer_does_not_read_are_refused() -> None:
+    table = (ParamGroup(name="all", options={"betas": [0.8, 0.9], "epsilon": 1e-6}),)
+    optimizer = torch.optim.AdamW(make_param_groups(nn.Linear(2, 2), table, lr=1e-3))
+    assert optimizer.param_groups[1]["betas"] == (0.8, 0.9)
+    with pytest.raises(ConfigError, match=r"'all' has the option 'epsilon', which AdamW does not"):
+        check_options(table, optimizer)
+    check_options((ParamGroup(name="all", options={"eps": 1e-6}),), optimizer)
+
+
+def test_the_start_line_counts_the_parameters_of_all_stages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr(group_lines, "rank_zero_info", printed.append)
+    other_stage = [{"layers.1/0": (0, 6), "layers.1/1": (1, 3)}]
+    pp = SimpleNamespace(all_gather_object=lambda own: [own, other_stage])
+    view = _view("layers.0", nn.Linear(4, 2))
+    group_lines.print_groups([view], pp)  # type: ignore[arg-type]
+    assert printed == [
+        "MegatronStrategy: AdamW steps 19 parameters in 2 groups: default 14 (lr 0.001, "
+        "weight_decay 0.1, betas (0.9, 0.999)), no_decay 5 (lr 0.001, weight_decay 0, betas "
+        "(0.8, 0.9))."
+    ]
+
+
+def _view(path: str, module: nn.Module) -> Any:
+    row = replace(NO_DECAY, options={"betas": (0.8, 0.9)})
+    groups = make_param_groups(module, (row,), lr=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(groups)
+    entries = [
+        SimpleNamespace(
+            global_name=f"{path}/{index}",
+            group=group,
+            spec=SimpleNamespace(global_shape=tuple(parameter.shape)),
+        )
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    ]
+    return SimpleNamespace(optimizer=optimizer, entries=entries)
