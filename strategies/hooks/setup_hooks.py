@@ -34,6 +34,7 @@ from megatron_lightning.parallel.shards.other_stages import AbsentListing, drop_
 from megatron_lightning.strategies import lightning_internals as internals
 from megatron_lightning.strategies.checks import preflight
 from megatron_lightning.strategies.checks.attention_kernels import report_attention
+from megatron_lightning.strategies.checks.determinism import set_determinism
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
 from megatron_lightning.strategies.launch.stopping import handle_requeue
 from megatron_lightning.strategies.module import compile_module, describe_module
@@ -64,6 +65,8 @@ class SetupHooks(RankHooks):
             compat.keep_freed_memory()
         capability = gpu_capability(self.root_device)
         check_connections(self.layout, self.options.data_parallel, capability)
+        config = getattr(self.module, "config", None)
+        set_determinism(self.root_device.type, getattr(config, "attention_backend", None))
         # Ranks come before the groups, and the groups before everything that compares ranks. The
         # run is last, since it needs all of them.
         self._set_world_ranks()

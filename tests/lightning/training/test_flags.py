@@ -3,11 +3,13 @@ and steps."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
@@ -17,6 +19,8 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.strategies.checks.determinism import set_determinism
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import Losses
 from tests.lightning.support import (
@@ -301,3 +305,30 @@ def _unequal_last_batch(layout: Layout, folder: str) -> dict[str, Any]:
 def test_unequal_last_batch(layout: Layout, tmp_path: Path) -> None:
     for rank in run(layout, _unequal_last_batch, tmp_path):
         assert_close(rank, single(_unequal_last_batch))
+
+
+@pytest.fixture
+def deterministic_kernels() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic_kernels")
+def test_deterministic_sets_and_checks_what_gpus_need() -> None:
+    variables: dict[str, str] = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    set_determinism("cuda", "auto", variables)
+    assert variables == {
+        "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+        "NCCL_ALGO": "^NVLS",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    }
+    with pytest.raises(ConfigError, match=r"deterministic=True and NCCL_ALGO=NVLS.*Unset NCCL_A"):
+        set_determinism("cuda", "auto", {"NCCL_ALGO": "NVLS"})
+    with pytest.raises(ConfigError, match="attention_backend='efficient', whose backward adds in"):
+        set_determinism("cuda", "efficient", {})
+    untouched: dict[str, str] = {}
+    set_determinism("cpu", "auto", untouched)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    set_determinism("cuda", "efficient", untouched)
+    assert not untouched
