@@ -12,6 +12,7 @@ from megatron_lightning.doctor import versions
 from megatron_lightning.doctor.folder import checkpoint_bytes, look_at
 from megatron_lightning.doctor.launch import run_on_ranks
 from megatron_lightning.doctor.links import measure_links
+from megatron_lightning.doctor.machine import UNITS, measure_machine, variables
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.mistakes import Errors
 from megatron_lightning.planning.planned_run import MeasuredRecipe, PlannedRun, Recipe
@@ -21,6 +22,7 @@ from megatron_lightning.resilience.launcher import find
 _GIB = 2**30
 _KEPT = 2  # the best and the last
 _SLOW = 0.5  # a pair slower than this share of the median is named as slow
+_SLOW_DEVICE = 0.9  # GPUs of one kind are equally fast; so is their memory
 
 
 def doctor(
@@ -33,7 +35,8 @@ def doctor(
     kept_copies: int = _KEPT,
     json: bool = False,
 ) -> tuple[str, bool]:
-    """Show versions, devices and backends, test the collectives, and look at the checkpoint folder.
+    """Show versions, devices, backends and variables, measure every device, test the collectives,
+    and look at the checkpoint folder.
 
     Under torchrun or srun all ranks take part. Without a launcher, processes are started.
 
@@ -43,7 +46,7 @@ def doctor(
         overrides: Options of `megatron-lightning fit`. Options win over files.
         devices: Ranks to start without a launcher. Default: the GPUs of this machine, or 2
             processes on a CPU.
-        seconds: Time of the self-test.
+        seconds: Time of the tests of devices and collectives.
         dirpath: Folder of the checkpoints.
         kept_copies: Checkpoints kept at once (save_top_k and save_last of ModelCheckpoint). One
             more is counted for the checkpoint in writing.
@@ -66,7 +69,7 @@ def doctor(
     world_size = num_devices if launcher is None else launcher.world_size
     recipe = None if config is None else _recipe(config, overrides, world_size)
     sizes = {} if recipe is None else _sizes(recipe)
-    links = run_on_ranks(measure_links, (sizes, seconds), num_devices)
+    machine, links = run_on_ranks(_measure, (sizes, seconds), num_devices) or ([], [])
     if launcher is not None and launcher.rank > 0:
         return "", True
     report = {
@@ -76,6 +79,8 @@ def doctor(
         "backends": versions.backends(),
         "launcher": "none, processes were started" if launcher is None else launcher.name,
         "world_size": world_size,
+        "machine": machine,
+        "variables": variables(),
         "links": links,
         "folder": look_at(
             dirpath, None if recipe is None else checkpoint_bytes(recipe), kept_copies + 1
@@ -86,6 +91,12 @@ def doctor(
     if json:
         return json_format.dumps(report, indent=2), is_well
     return "\n".join(_text(report)), is_well
+
+
+def _measure(device: torch.device, sizes: dict[str, Any], seconds: float) -> Any:
+    """Return the rows of the devices and of the collectives. A collective of all ranks."""
+    rows = measure_machine(device, seconds / 4)
+    return rows, measure_links(device, sizes, 3 * seconds / 4)
 
 
 def _recipe(
@@ -122,12 +133,35 @@ def _text(report: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"  {line}" for line in report["devices"])
     yield "backends"
     yield from (f"  {name}: {value}" for name, value in report["backends"].items())
+    yield "variables"
+    yield from map(_variable_text, report["variables"].items())
+    yield f"devices of {report['world_size']} ranks"
+    yield from map(_machine_text, report["machine"])
     yield f"collectives of {report['world_size']} ranks (launcher: {report['launcher']})"
     yield from map(_link_text, report["links"])
     if not report["links"]:
         yield "  one rank: nothing to test"
     yield "checkpoint folder"
     yield from _folder_text(report["folder"])
+
+
+def _variable_text(item: tuple[str, Mapping[str, str | None]]) -> str:
+    name, row = item
+    value = "is not set" if row["value"] is None else f"is {row['value']}"
+    return f"  {name} {value} (expected: {row['expected']})"
+
+
+def _machine_text(row: Mapping[str, Any]) -> str:
+    unit = UNITS[row["test"]]
+    slow = ", SLOW" if row["slowest"] < _SLOW_DEVICE * row["median"] else ""
+    peak = ""
+    if row["peak"] is not None:
+        share = row["slowest"] / row["peak"]
+        peak = f", {share:.0%} of the peak of {row['peak']:.0f}"
+    return (
+        f"  {row['test'].replace('_', ' ')}: slowest rank {row['rank']} (on {row['host']}) "
+        f"{row['slowest']:.3g} {unit}, median {row['median']:.3g}{peak}{slow}"
+    )
 
 
 def _link_text(row: Mapping[str, Any]) -> str:

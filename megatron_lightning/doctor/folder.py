@@ -17,7 +17,7 @@ from megatron_lightning.planning.ledger.precision_bytes import precision_of
 from megatron_lightning.planning.planned_run import MeasuredRecipe, Recipe
 
 _MOMENTS_BYTES = 8  # of Adam
-_TEST_BYTES = 1 << 26
+_TEST_BYTES, _MOST_TEST_BYTES = 1 << 26, 1 << 30
 
 
 def checkpoint_bytes(recipe: Recipe | MeasuredRecipe) -> int:
@@ -47,7 +47,7 @@ def look_at(
         "type": _type_of(path),
         "free": usage.free,
         "total": usage.total,
-        "write_speed": _write_speed(path),
+        "write_speed": _write_speed(path, needed_bytes or 0),
         "checkpoint": needed_bytes,
         "copies": copies,
         "wanted": all_bytes,
@@ -79,15 +79,19 @@ def _type_of(path: Path) -> str | None:
     return max(types)[1] if types else None  # of the innermost mount
 
 
-def _write_speed(path: Path) -> float | None:
-    """Return the bytes per second of a small file, or None without permission to write."""
+def _write_speed(path: Path, checkpoint_bytes: int) -> float | None:
+    """Return the bytes per second of a file as large as a checkpoint, within limits: caches of file
+    systems hide a small file. None without permission to write.
+    """
+    pieces = max(_TEST_BYTES, min(checkpoint_bytes, _MOST_TEST_BYTES)) // _TEST_BYTES
     data = os.urandom(_TEST_BYTES // 64) * 64
     try:
         with tempfile.NamedTemporaryFile(dir=path) as file:
             start = time.perf_counter()
-            file.write(data)
+            for _ in range(pieces):
+                file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            return _TEST_BYTES / (time.perf_counter() - start)
+            return pieces * _TEST_BYTES / (time.perf_counter() - start)
     except OSError:
         return None

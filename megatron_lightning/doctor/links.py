@@ -49,9 +49,9 @@ def _measure_axis(context: ParallelContext, group: AxisGroup, budget: float) -> 
     reduce()
     is_right = bool((message == group.size).all().item())
     message.zero_()
-    once = max(context.axis("world").all_gather_object(_timed(reduce, 1, device)))
+    once = max(context.axis("world").all_gather_object(timed(reduce, 1, device)))
     repeats = max(1, min(_MOST_REPEATS, int(budget / 2 / max(once, 1e-6))))
-    spent = _timed(reduce, repeats, device) / repeats
+    spent = timed(reduce, repeats, device) / repeats
     moved = 2 * (group.size - 1) / group.size * message.nbytes
     row: dict[str, Any] = {
         "rank": context.rank,
@@ -96,13 +96,13 @@ def _pairs(group: AxisGroup, message: Tensor) -> list[tuple[float, int, int]]:
                 work.wait()
 
         exchange()
-        spent = _timed(exchange, _PAIR_REPEATS, message.device) / _PAIR_REPEATS
+        spent = timed(exchange, _PAIR_REPEATS, message.device) / _PAIR_REPEATS
         if ahead:
             speeds.append((message.nbytes / spent / 1e9, group.ranks[group.rank], peer))
     return speeds
 
 
-def _timed(function: Callable[[], None], repeats: int, device: torch.device) -> float:
+def timed(function: Callable[[], object], repeats: int, device: torch.device) -> float:
     """Return the seconds of all calls."""
     _wait(device)
     start = time.perf_counter()

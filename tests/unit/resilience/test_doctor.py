@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_lightning.cli import main
-from megatron_lightning.doctor.command import _link_text, doctor
+from megatron_lightning.doctor.command import _link_text, _machine_text, doctor
 from megatron_lightning.doctor.folder import checkpoint_bytes, look_at
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.mistakes import Errors
@@ -40,6 +40,8 @@ def test_one_process_reports_itself(tmp_path: Path, capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert f"torch {version('torch')}" in text and "one rank: nothing to test" in text
     assert "Transformer Engine: does not load: " in text or "Transformer Engine: 2" in text
+    assert "gemm: slowest rank 0" in text and "memory: slowest rank 0" in text
+    assert "CUDA_LAUNCH_BLOCKING is not set (expected: unset, or 0)" in text
     assert "gloo: available" in text and "GiB free, writes" in text
     assert not list(tmp_path.iterdir())
 
@@ -86,6 +88,12 @@ def _check_report(text: str) -> None:
     (row,) = found["links"]
     assert (row["axis"], row["size"], row["ranks"], row["is_right"]) == ("pp", 2, [0, 1], True)
     assert row["all_reduce"] > 0 and row["slowest_pair"] > 0
+    assert [(row["test"], row["peak"]) for row in found["machine"]] == [
+        ("gemm", None), ("memory", None)
+    ]  # fmt: skip
+    for row in found["machine"]:
+        assert 0 < row["slowest"] <= row["median"] and row["rank"] in {0, 1}
+    assert "NCCL_ALGO" in found["variables"]
 
 
 def _recipe() -> Recipe:
@@ -133,6 +141,17 @@ def test_the_slowest_pair_is_named() -> None:
     text = _link_text(row)
     assert "slowest pair ranks 2 and 3 (n1 to n2) 0.20 GB/s, SLOW: the median pair" in text
     assert "WRONG SUMS" in _link_text({**row, "is_right": False})
+
+
+def test_the_slowest_device_is_named() -> None:
+    row: dict[str, Any] = {
+        "test": "gemm", "slowest": 480.0, "median": 700.0, "peak": 989.0, "rank": 5, "host": "n1",
+    }  # fmt: skip
+    expected = (
+        "  gemm: slowest rank 5 (on n1) 480 TFLOP/s, median 700, 49% of the peak of 989, SLOW"
+    )
+    assert _machine_text(row) == expected
+    assert "SLOW" not in _machine_text({**row, "slowest": 690.0})
 
 
 def test_wrong_options_are_refused() -> None:
