@@ -10,6 +10,7 @@ if __name__ != "megatron_lightning.callbacks":
 
 if TYPE_CHECKING:
     from megatron_lightning.callbacks.closing_summary import ClosingSummary
+    from megatron_lightning.callbacks.dumps.dump_tensors import DumpTensors
     from megatron_lightning.callbacks.evaluate_tasks import EvaluateTasks
     from megatron_lightning.callbacks.expert_load import ExpertLoadMonitor
     from megatron_lightning.callbacks.garbage_collection import GarbageCollection
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ClosingSummary",
+    "DumpTensors",
     "EvaluateTasks",
     "ExpertLoadMonitor",
     "Fault",
@@ -55,6 +57,7 @@ lazy_attributes(
     __name__,
     {
         "ClosingSummary": "megatron_lightning.callbacks.closing_summary",
+        "DumpTensors": "megatron_lightning.callbacks.dumps.dump_tensors",
         "EvaluateTasks": "megatron_lightning.callbacks.evaluate_tasks",
         "ExpertLoadMonitor": "megatron_lightning.callbacks.expert_load",
         "GarbageCollection": "megatron_lightning.callbacks.garbage_collection",

@@ -64,3 +64,5 @@ def shard_stem(identifier: str, number: int) -> str:
 
 INJECTED_FAULTS = "injected_faults.jsonl"
 """Notes of faults on purpose."""
+DUMP = "dump.safetensors"
+"""Tensors of one step."""

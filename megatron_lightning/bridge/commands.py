@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_lightning.bridge import dumps
 from megatron_lightning.bridge.auto import AutoBridge, ModelKind, is_checkpoint
 from megatron_lightning.bridge.export_model import tensors_of_checkpoint
 from megatron_lightning.bridge.folders.export import write_folder
@@ -362,9 +363,34 @@ def compare(first: str, second: str, json: bool = False) -> None:
         raise SystemExit(1)
 
 
+def compare_dumps(first: str, second: str, tolerance: float = 1e-5, json: bool = False) -> None:
+    """Compare two dumps of DumpTensors, in the order of a step, and name the first module that
+    differs. Exit with 1 if the dumps differ.
+
+    Args:
+        first: A file of safetensors, or a folder with dumps of several steps.
+        second: Another one, of any layout or program with the same names.
+        tolerance: Largest difference that counts as equal, relative to an entry's largest value.
+        json: Print JSON: num_entries, only_in_first, only_in_second, differing.
+
+    Raises:
+        CheckpointError: If a path holds no dump, or the dumps share no entry.
+    """
+    found = dumps.compare_dumps(Path(first), Path(second), tolerance)
+    if json:
+        print(json_format.dumps(asdict(found), indent=2))
+    else:
+        print("\n".join(found.lines(first, second)))
+    if found.differing:
+        raise SystemExit(1)
+
+
 COMMANDS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"import": import_, "export": export, "verify": verify, "compare": compare}
-)
+    {
+        "import": import_, "export": export, "verify": verify, "compare": compare,
+        "compare-dumps": compare_dumps,
+    }
+)  # fmt: skip
 """Name of a tool -> function."""
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.shards.spec import Box, Shape
 from megatron_lightning.parallel.shards.tensor_shards import TensorShards
 
@@ -24,7 +25,78 @@ class _Stored(NamedTuple):
     """Rank, and a box on the rank."""
 
 
-class FullState:
+class CollectedTensors:
+    """Full tensors, collected from their shards on all ranks. All ranks create the object together.
+
+    Args:
+        context: Groups of this rank.
+        own: Shards of this rank by global name.
+        note: Plain data for all other ranks.
+    """
+
+    def __init__(
+        self, context: ParallelContext, own: Mapping[str, TensorShards], note: Any = None
+    ) -> None:
+        self._context = context
+        self._own = own
+        shapes = {name: _sent(shards) for name, shards in own.items()}
+        # One exchange tells every rank who holds which box. Values are sent only when a tensor is
+        # read.
+        world = context.axis("world")
+        ranks = world.all_gather_object((shapes, note))
+        self.notes = [note for _, note in ranks]
+        """Notes of all ranks, in order."""
+        self._stored: dict[str, _Stored] = {}
+        for rank, (described, _) in zip(world.ranks, ranks, strict=True):
+            for name, (shape, dtype, boxes) in described.items():
+                stored = self._stored.setdefault(name, _Stored(shape, dtype, []))
+                stored.boxes.extend((rank, box) for box in boxes)
+
+    @property
+    def collected(self) -> list[str]:
+        """Names of all tensors, of any rank."""
+        return list(self._stored)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a full tensor, newly allocated, on every rank. All ranks call this."""
+        shape, dtype, _ = self._stored[name]
+        buffer = torch.empty(shape, dtype=dtype, device=self._context.device)
+        self._read(name, Box.full(shape), buffer)
+        return buffer
+
+    def _read(self, name: str, wanted: Box, out: Tensor) -> None:
+        """Fill ``out`` with a box. Each rank sends the overlaps with the rank's own boxes."""
+        _, dtype, boxes = self._stored[name]
+        context = self._context
+        shards = self._own[name].shards if name in self._own else []
+        data_of_boxes = {shard.box: shard.data for shard in shards}
+        world = context.axis("world")
+        # All ranks walk through the same boxes, so that broadcasts pair up. The holder of a box is
+        # its source.
+        for rank, box in boxes:
+            common = wanted.overlap(box)
+            if common is None:
+                continue
+            target = out[common.relative_to(wanted.offset).slices]
+            mine = (
+                data_of_boxes[box][common.relative_to(box.offset).slices]
+                if rank == context.rank
+                else None
+            )
+            if world.process_group is None:
+                if mine is not None:
+                    target.copy_(mine)
+                continue
+            part = torch.empty(common.shape, dtype=dtype, device=context.device)
+            if mine is not None:
+                part.copy_(mine)
+            # As bytes: communicators do not know every dtype.
+            data = part.reshape(-1).view(torch.uint8)
+            dist.broadcast(data, src=rank, group=world.process_group)
+            target.copy_(part)
+
+
+class FullState(CollectedTensors):
     """The full module's state, collected from the ranks. All ranks create the object together.
 
     Args:
@@ -34,30 +106,20 @@ class FullState:
     """
 
     def __init__(self, state: ModuleState, local: Mapping[str, Any], path: str = "") -> None:
-        self._context = state.context
         self._prefix = f"{path}." if path else ""
         tied = state.part.tied
-        self._own = {
+        own = {
             name: state.shards(name, name, value)
             for name, value in local.items()
             if isinstance(value, Tensor) and name not in tied
         }
-        shapes = {name: _sent(shards) for name, shards in self._own.items()}
         other_values = {n: v for n, v in local.items() if not isinstance(v, Tensor)}
-        # One exchange tells every rank who holds which box. Values are sent only when a tensor is
-        # read.
-        ranks = state.context.axis("world").all_gather_object((shapes, other_values, dict(tied)))
-        self._stored: dict[str, _Stored] = {}
+        super().__init__(state.context, own, (other_values, dict(tied)))
         self.others: dict[str, Any] = {}
         """Entries other than tensors, such as extra states of layers."""
         self.owners: dict[str, str] = {}
         """Name of a tied copy -> name of the owner, over all ranks."""
-        for rank, (described, values, copies) in zip(
-            state.context.axis("world").ranks, ranks, strict=True
-        ):
-            for name, (shape, dtype, boxes) in described.items():
-                stored = self._stored.setdefault(name, _Stored(shape, dtype, []))
-                stored.boxes.extend((rank, box) for box in boxes)
+        for values, copies in self.notes:
             self.others = {**values, **self.others}
             self.owners |= copies
         self._names = [*state.part.names, *(n for n in self._stored if n not in state.part.names)]
@@ -69,7 +131,7 @@ class FullState:
         for name in self._names:
             owner = self.owners.get(name, name)
             if owner in self._stored and name.startswith(self._prefix):
-                yield name.removeprefix(self._prefix), self._collect(owner)
+                yield name.removeprefix(self._prefix), self.tensor(owner)
 
     def collect(self, *, keeps: bool) -> dict[str, Any]:
         """Return the state as on a single device, on the CPU. All ranks call this.
@@ -112,43 +174,6 @@ class FullState:
         """
         full_name = self._prefix + name
         self._read(self.owners.get(full_name, full_name), box, out)
-
-    def _collect(self, name: str) -> Tensor:
-        shape, dtype, _ = self._stored[name]
-        buffer = torch.empty(shape, dtype=dtype, device=self._context.device)
-        self._read(name, Box.full(shape), buffer)
-        return buffer
-
-    def _read(self, name: str, wanted: Box, out: Tensor) -> None:
-        """Fill ``out`` with a box. Each rank sends the overlaps with the rank's own boxes."""
-        _, dtype, boxes = self._stored[name]
-        context = self._context
-        shards = self._own[name].shards if name in self._own else []
-        data_of_boxes = {shard.box: shard.data for shard in shards}
-        world = context.axis("world")
-        # All ranks walk through the same boxes, so that broadcasts pair up. The holder of a box is
-        # its source.
-        for rank, box in boxes:
-            common = wanted.overlap(box)
-            if common is None:
-                continue
-            target = out[common.relative_to(wanted.offset).slices]
-            mine = (
-                data_of_boxes[box][common.relative_to(box.offset).slices]
-                if rank == context.rank
-                else None
-            )
-            if world.process_group is None:
-                if mine is not None:
-                    target.copy_(mine)
-                continue
-            part = torch.empty(common.shape, dtype=dtype, device=context.device)
-            if mine is not None:
-                part.copy_(mine)
-            # As bytes: communicators do not know every dtype.
-            data = part.reshape(-1).view(torch.uint8)
-            dist.broadcast(data, src=rank, group=world.process_group)
-            target.copy_(part)
 
 
 def _sent(shards: TensorShards) -> tuple[Shape, torch.dtype, list[Box]]:

@@ -1,0 +1,1 @@
+"""Tensors of a training step, written to compare two runs."""
