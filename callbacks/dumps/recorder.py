@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 
@@ -28,11 +27,11 @@ class Recorder:
         """(kind, module) -> tensors of every call, in order."""
         for name, module in modules.items():
             if "inputs" in kinds:
-                before = partial(_before, self.calls["inputs", name])
+                before = partial(_before, self.calls["inputs", name], module)
                 handle = module.register_forward_pre_hook(before, with_kwargs=True)
                 self._hooks.callback(handle.remove)
             if "outputs" in kinds:
-                after = partial(_after, self.calls["outputs", name])
+                after = partial(_after, self.calls["outputs", name], module)
                 self._hooks.callback(module.register_forward_hook(after).remove)
 
     def close(self) -> None:
@@ -43,18 +42,23 @@ class Recorder:
 # The package's own hooks run where a unit runs, and not again on stages that pass its output on.
 
 
-def _before(calls: list[list[Tensor]], module: nn.Module, args: Any, kwargs: Any) -> None:
-    _record(calls, (args, kwargs))
+def _before(
+    calls: list[list[Tensor]], recorded: nn.Module, module: nn.Module, args: Any, kwargs: Any
+) -> None:
+    if module is recorded:  # no copy, of which the strategy learns the model's structure
+        _record(calls, (args, kwargs))
 
 
-def _after(calls: list[list[Tensor]], module: nn.Module, args: Any, output: Any) -> None:
-    _record(calls, output)
+def _after(
+    calls: list[list[Tensor]], recorded: nn.Module, module: nn.Module, args: Any, output: Any
+) -> None:
+    if module is recorded:
+        _record(calls, output)
 
 
 def _record(calls: list[list[Tensor]], values: Any) -> None:
-    if torch._C._current_graph_task_id() != -1:
-        return  # a recomputation in backward
+    # A recomputation in backward, or a repetition of the strategy that looks for NaN.
+    if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
+        return
     tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
-    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-        return  # the strategy looks at the model's structure
     calls.append([tensor.detach().to("cpu", copy=True) for tensor in tensors])

@@ -72,7 +72,7 @@ def doctor(
     machine, links = run_on_ranks(_measure, (sizes, seconds), num_devices) or ([], [])
     if launcher is not None and launcher.rank > 0:
         return "", True
-    report = {
+    report: dict[str, Any] = {
         "versions": versions.installed(),
         "system": versions.system(),
         "devices": versions.devices(),

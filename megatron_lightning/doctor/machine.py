@@ -51,13 +51,13 @@ def measure_machine(device: torch.device, seconds: float) -> list[dict[str, Any]
         device: Device of this rank.
         seconds: Time of all tests together.
     """
-    own = {
+    own: dict[str, Any] = {
         "host": socket.gethostname(),
         "speeds": {name: test() for name, test in _tests(device, seconds).items()},
     }
     ranks = [own]
     if dist.is_initialized():
-        ranks = [{} for _ in range(dist.get_world_size())]
+        ranks = [{} for _ in range(dist.get_world_size())]  # filled in place
         dist.all_gather_object(ranks, own)
     peak = peak_flops(torch.cuda.get_device_name(device), "bf16") if device.type == "cuda" else None
     rows = []

@@ -57,10 +57,13 @@ ELSEWHERE = {
     ("tutorial/first_module.md", "class Classifier"): "test_the_first_module_is_described",
     ("tutorial/first_module.md", "trainer.fit"): "test_the_example_of_a_module_runs",
     ("tutorial/first_module.md", "describe("): "test_the_first_module_is_described",
+    ("training.md", "lr_find("): "test_learning_rate_finder",
     ("inference.md", "record_routes"): "test_a_replay_trains_as_on_one_device",
 }
 """Page and a text of a block -> the test that runs the block."""
 NOT_RUN = {
+    ("determinism.md", "deterministic=True"): "a process of its own; test_flags.py sets it",
+    ("training.md", "optuna"): "the package optuna, and trials of a sweep",
     ("from_trl.md", "SFTTrainer("): "the package trl",
     ("fp8.md", 'backend="transformer_engine"'): "Transformer Engine, and a GPU",
     ("inference.md", "openai.OpenAI"): "the package openai; tests/faults/test_server.py uses it",
