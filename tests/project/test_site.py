@@ -54,6 +54,13 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[-\s]+", "-", word) for word in words}
 
 
+def test_no_link_leaves_the_site() -> None:
+    """``mkdocs build`` stops at a link to a file outside of ``docs``."""
+    for page in PAGES:
+        for link in re.findall(r"\]\((\.\.?/[^)#]*)", page.read_text()):
+            assert (page.parent / link).resolve().is_relative_to(DOCS.resolve()), (page.name, link)
+
+
 def test_every_page_is_in_the_navigation_once() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     listed = list(_leaves(site["nav"]))
