@@ -21,8 +21,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import hf_families
+from benchmarks import hf_families, hf_images
 from benchmarks.hf_training import LAYOUTS, SENSITIVITY, measure, shards_sequence
+from tests.helpers.image_folders import FAMILIES
 
 FOLDER_COLUMNS = ("load", "export")
 """Columns of ``benchmarks.hf_bridge``: folders."""
@@ -32,6 +33,8 @@ KINDS = ("equal", "refused", "sensitive", "wrong", "failed")
 TABLE = Path("docs/hf_coverage.md")
 OTHERS = "## Encoders, encoder-decoders and images"
 """Heading of the section of ``--others``."""
+IMAGES = "## Chats with images"
+"""Heading of the section of ``--images``."""
 FOLDERS = "## Folders"
 """Heading of the section that ``benchmarks.hf_bridge`` writes."""
 
@@ -137,17 +140,63 @@ def write_others(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
             continue
         cells = []
         for layout in columns:
-            kind, _, why = row.get(layout, "").partition(": ")
-            why = why.replace(family.model_class, "the model")
-            if why and why not in notes:
-                notes.append(why)
-            cells.append(f"{kind} [{notes.index(why) + 1}]" if why else kind)
+            result = row.get(layout, "").replace(family.model_class, "the model")
+            cells.append(_cell(result, notes))
         lines.append(f"| {family.name} | {family.kind} | {' | '.join(cells)} |")
     lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""]
     text = path.read_text()
-    before = text.partition(OTHERS)[0].partition(FOLDERS)[0]
+    before = text.partition(OTHERS)[0].partition(IMAGES)[0].partition(FOLDERS)[0]
+    rest = text[min(place for place in map(text.find, (IMAGES, FOLDERS)) if place >= 0) :]
+    path.write_text(f"{before}{chr(10).join(lines)}\n{rest}")
+
+
+def write_images(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
+    """Write the section of chats with images."""
+    columns = [name for name in hf_images.COLUMNS if any(name in row for row in results.values())]
+    lines = [
+        IMAGES,
+        "",
+        "`python -m benchmarks.hf_coverage --images` fine-tunes tiny models with a vision tower on",
+        "[chats with images](images.md): rows with none, one and two images of three sizes, with",
+        "*fsdp* a rank without any. Under *fsdp* weights are compared. *frozen*: the tower is not",
+        "trained.",
+        "",
+        f"| family | {' | '.join(columns)} |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    notes: list[str] = []
+    for name, row in sorted(results.items()):
+        if row.get("plain") == "trained":
+            cells = [_cell(row.get(column, ""), notes) for column in columns]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""]
+    text = path.read_text()
+    before = text.partition(IMAGES)[0].partition(FOLDERS)[0]
     _, heading, folders = text.partition(FOLDERS)
     path.write_text(f"{before}{chr(10).join(lines)}\n{heading}{folders}")
+
+
+def _cell(result: str, notes: list[str]) -> str:
+    """Return a cell of a table. A reason becomes a note."""
+    kind, _, why = result.partition(": ")
+    if why and why not in notes:
+        notes.append(why)
+    return f"{kind} [{notes.index(why) + 1}]" if why else kind
+
+
+def _measure_images(options: argparse.Namespace) -> None:
+    results = read_results(options.work)
+    for name in options.families or FAMILIES:
+        done = results.get(name, {})
+        missing = [column for column in hf_images.COLUMNS if column not in done]
+        if not missing or done.get("plain", "trained") != "trained":
+            continue
+        row = hf_images.measure_images(name, missing, options.limit_s)
+        results[name] = done | row
+        with options.work.open("a") as file:
+            file.write(json.dumps({"family": name, **row}) + "\n")
+        print(name, row, flush=True)
+    write_images(results, options.table)
 
 
 def main() -> None:
@@ -159,7 +208,11 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=60.0, help="of one run of one family")
     parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument("--others", action="store_true", help="encoders, translation, images")
+    parser.add_argument("--images", action="store_true", help="chats with images")
     options = parser.parse_args()
+    if options.images:
+        _measure_images(options)
+        return
     results = read_results(options.work)
     chosen = hf_families.other_families() if options.others else hf_families.families()
     for family in chosen:

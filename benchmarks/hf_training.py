@@ -143,7 +143,8 @@ class Reference(NamedTuple):
     trained: Trained
 
 
-def _load(path: str) -> Mapping[str, Tensor]:
+def load_weights(path: str) -> Mapping[str, Tensor]:
+    """Return the weights of a checkpoint."""
     state: dict[str, Tensor] = torch.load(path, weights_only=True)["state_dict"]
     return {name.removeprefix("model."): value for name, value in state.items()}
 
@@ -162,8 +163,8 @@ def train_reference(family: Family, folder: str) -> tuple[Any, list[float]]:
 def reference(family: Family, folder: str, limit_s: float) -> Reference:
     """Return the results of one process."""
     [(config, losses)] = run(1, train_reference, family, folder, limit_s=limit_s)
-    trained = Trained(losses, _load(f"{folder}/one.ckpt"))
-    return Reference(config, _load(f"{folder}/initial.pt"), trained)
+    trained = Trained(losses, load_weights(f"{folder}/one.ckpt"))
+    return Reference(config, load_weights(f"{folder}/initial.pt"), trained)
 
 
 def train_layout(family: Family, config: Any, layout: str, folder: str, limit_s: float) -> Trained:
@@ -173,7 +174,7 @@ def train_layout(family: Family, config: Any, layout: str, folder: str, limit_s:
     own = losses if layout == "fsdp" else losses[:1]
     consolidate(Path(folder, "parts.ckpt"), Path(folder, "full.ckpt"))
     means = [sum(step) / len(step) for step in zip(*own, strict=True)]
-    return Trained(means, _load(f"{folder}/full.ckpt"))
+    return Trained(means, load_weights(f"{folder}/full.ckpt"))
 
 
 # ------------------------------------------------------------------------------------------ compare
@@ -268,7 +269,7 @@ def measure(family: Family, layouts: Sequence[str], limit_s: float) -> dict[str,
             path = f"{folder}/rounded.ckpt"
             arguments = (family, expected.config, None, path, ROUNDING)
             [losses] = run(1, train, *arguments, limit_s=limit_s)
-            return Trained(losses, _load(path))
+            return Trained(losses, load_weights(path))
 
         results = {"plain": "trained"}
         for layout in layouts:

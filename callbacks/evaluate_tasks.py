@@ -11,6 +11,8 @@ from megatron_lightning.data.text.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.commands.evaluate import check_installed, drafts_of, sharing_of
 from megatron_lightning.inference.engine.engine_options import EngineOptions
+from megatron_lightning.inference.engine.own_generate import OwnGenerate
+from megatron_lightning.inference.live.live_codec import find_image_prompts
 
 
 class EvaluateTasks(TextCallback):
@@ -86,7 +88,8 @@ class EvaluateTasks(TextCallback):
 
         codec, engine = self._codec_and_engine(trainer, module)
         replicas = sharing_of(engine)
-        model = harness.HarnessModel(engine, codec, replicas)
+        images = find_image_prompts(module, codec) if isinstance(engine, OwnGenerate) else None
+        model = harness.HarnessModel(engine, codec, replicas, images)
         results = harness.evaluate_tasks(model, **self._settings)
         values = {f"{self._prefix}{k}": v for k, v in harness.values_of(results).items()}
         drafts = drafts_of(engine, replicas)

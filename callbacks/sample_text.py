@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger
 
 from megatron_lightning.callbacks.text_callback import TextCallback
+from megatron_lightning.data.images.image_prompts import Prompt
 from megatron_lightning.data.text.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.commands.evaluate import drafts_of, sharing_of
@@ -18,6 +19,7 @@ from megatron_lightning.inference.commands.text_codec import Codec, prompt_ids
 from megatron_lightning.inference.engine.continuation import final_text
 from megatron_lightning.inference.engine.engine_options import EngineOptions
 from megatron_lightning.inference.engine.uncached_loop import Sampling, check_num_samples
+from megatron_lightning.inference.live.live_codec import find_image_prompts
 
 
 class SampleText(TextCallback):
@@ -47,6 +49,8 @@ class SampleText(TextCallback):
         tokenizer_type: sentencepiece, huggingface, json, bytes, null or class_path.
         name: Name in the loggers.
         options: Sizes of the engine. None: the defaults.
+        images: Image files before each prompt, with ``chat``: a list for each prompt, which may be
+            empty. None: prompts are text.
 
     Raises:
         ConfigError: If a value cannot work.
@@ -68,6 +72,7 @@ class SampleText(TextCallback):
         tokenizer_type: TokenizerType = "sentencepiece",
         name: str = "text",
         options: EngineOptions | None = None,
+        images: list[list[str]] | None = None,
     ) -> None:
         if isinstance(prompts, str) or not prompts:
             raise ConfigError(
@@ -76,6 +81,12 @@ class SampleText(TextCallback):
             )
         super().__init__(every_n_steps, tokenizer_model, tokenizer_type, options)
         check_num_samples(num_samples)
+        if images and (not chat or len(images) != len(prompts)):
+            raise ConfigError(
+                f"images has {len(images)} lists for {len(prompts)} prompts, and chat is {chat}. "
+                "Set chat, and a list of files for each prompt."
+            )
+        self._images = images or [[] for _ in prompts]
         self._prompts = list(prompts)
         self._sampling = Sampling(
             max_new_tokens=max_new_tokens,
@@ -106,12 +117,12 @@ class SampleText(TextCallback):
 
     def _compute(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         codec, engine = self._codec_and_engine(trainer, module)
-        ids = [prompt_ids(codec, prompt, as_chat=self._chat) for prompt in self._prompts]
+        prompts = self._made_prompts(module, codec)
         replicas = sharing_of(engine)
-        own_prompts = list(enumerate(ids))[replicas.rank :: replicas.size]
+        own_prompts = list(enumerate(prompts))[replicas.rank :: replicas.size]
         texts = replicas.all_gather_object(self._continued(engine, codec, own_prompts))
         by_prompt: Mapping[int, list[str]] = {i: t for part in texts for i, t in part.items()}
-        rows = [by_prompt[index] for index in range(len(ids))]
+        rows = [by_prompt[index] for index in range(len(prompts))]
         self.texts.append((trainer.global_step, rows))
         drafts = drafts_of(engine, replicas)
         if drafts.proposed:
@@ -122,20 +133,39 @@ class SampleText(TextCallback):
                 values = {f"{self._name}_draft_acceptance": drafts.acceptance}
                 logger.log_metrics(values, trainer.global_step)
 
+    def _made_prompts(self, module: pl.LightningModule, codec: Codec) -> list[Prompt]:
+        """Return the prompts.
+
+        Raises:
+            ConfigError: If prompts have images, and the model reads text alone.
+        """
+        maker = find_image_prompts(module, codec) if any(self._images) else None
+        if maker is None and any(self._images):
+            raise ConfigError(
+                "images of SampleText is set, and the model reads text alone. Leave images out."
+            )
+        return [
+            Prompt(prompt_ids(codec, text, as_chat=self._chat))
+            if maker is None or not images
+            else maker.of_question(text, images)
+            for text, images in zip(self._prompts, self._images, strict=True)
+        ]
+
     def _continued(
-        self, engine: Any, codec: Codec, prompts: Sequence[tuple[int, list[int]]]
+        self, engine: Any, codec: Codec, prompts: Sequence[tuple[int, Prompt]]
     ) -> dict[int, list[str]]:
         """Return the texts of a group of prompts by prompt index, each with its own seeds."""
         rows = engine.generate(
-            [ids for _, ids in prompts],
+            [prompt.ids for _, prompt in prompts],
             self._sampling,
             self._num_samples,
             seeds=[self._sampling.seed + index * self._num_samples for index, _ in prompts],
+            images=[prompt.entries for _, prompt in prompts],
         )
         stop = self._sampling.stop
         return {
-            index: [final_text(codec.decode, ids, one.tokens, stop) for one in row]
-            for (index, ids), row in zip(prompts, rows, strict=True)
+            index: [final_text(codec.decode, prompt.ids, one.tokens, stop) for one in row]
+            for (index, prompt), row in zip(prompts, rows, strict=True)
         }
 
     def _log(self, trainer: pl.Trainer, rows: Sequence[Sequence[str]]) -> None:

@@ -16,7 +16,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
 from benchmarks.hf_packed import image_differences
+from megatron_lightning.callbacks import SampleText
 from megatron_lightning.data.images.image_options import ImageOptions
+from megatron_lightning.inference.commands.generate import generate
+from megatron_lightning.inference.commands.model_options import ModelOptions
 from megatron_lightning.modules import FinetuneDataModule, HuggingFaceModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.image_folders import make_image_folder, write_image_rows
@@ -182,3 +185,19 @@ def test_a_resumed_fit_reads_the_images_of_the_rest(tmp_path: Path) -> None:
     weights = resumed.lightning_module.state_dict()
     for name, weight in whole.lightning_module.state_dict().items():
         assert torch.equal(weight, weights[name]), name
+
+
+def test_texts_about_images_are_written_in_a_fit(tmp_path: Path) -> None:
+    model, rows = _folders("llava")
+    image = str(Path(rows).parent / "0.png")
+    asked: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0.0, "chat": True}
+    text = SampleText(["what", "what"], every_n_steps=1, images=[[image], []], **asked)
+    data = FinetuneDataModule(
+        rows, sequence_length=192, batch_size=4, images=ImageOptions(), cache_dir=str(tmp_path)
+    )
+    run = trainer(MegatronStrategy(), max_steps=1, callbacks=[text], default_root_dir=tmp_path)
+    run.fit(HuggingFaceModule(model, learning_rate=0.0), data)
+    options = ModelOptions(checkpoint=model)
+    expected = [generate(options, "what", images=files, **asked) for files in ([image], None)]
+    assert text.texts == [(1, expected)]
+    assert expected[0] != expected[1]

@@ -322,6 +322,15 @@ class ChatTemplate:
     def _name(self, chat: Chat) -> str:
         return "tool_use" if chat.tools and "tool_use" in self.sources else "default"
 
+    def prompt(self, chat: Chat) -> str:
+        """Return the text of a conversation for the model to answer.
+
+        Raises:
+            DataError: If the template refuses the conversation, or does not write a message.
+        """
+        form, _ = self._readable(chat, chat.messages)
+        return self.render(chat, [form(message) for message in chat.messages], prompt=True)[0]
+
     def with_image(self) -> str:
         """Return the text of a conversation with an image, in parts."""
         turns = [{"role": "user", "content": f"{IMAGE}a"}, {"role": ASSISTANT, "content": "a"}]

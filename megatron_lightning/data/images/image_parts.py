@@ -104,6 +104,18 @@ def image_column(where: str, fields: Mapping[str, Any]) -> tuple[str, list[Any]]
     return found[0], list(value) if isinstance(value, list | tuple) else [value]
 
 
+def has_images(fields: Mapping[str, Any]) -> bool:
+    """Return whether a row with messages has images."""
+    parts = [
+        part
+        for message in fields.get("messages") or ()
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+        for part in message["content"]
+    ]
+    is_part = any(isinstance(part, Mapping) and part.get("type") in TYPES for part in parts)
+    return is_part or any(fields.get(name) not in (None, "", []) for name in _COLUMNS)
+
+
 def _source(where: str, value: Any) -> ImageSource:
     if isinstance(value, Mapping):
         if isinstance(value.get("bytes"), bytes):

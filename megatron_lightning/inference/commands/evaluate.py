@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from megatron_lightning.inference.commands.load import image_prompts_of
 from megatron_lightning.inference.commands.model_options import ModelOptions
 from megatron_lightning.inference.commands.text_codec import Codec
 from megatron_lightning.inference.commands.text_job import ModelJob
@@ -65,7 +66,7 @@ def evaluate(  # noqa: PLR0917  # every argument is an option of the command lin
         "include_path": include_path,
         "confirm_run_unsafe_code": confirm_run_unsafe_code,
     }
-    table: str | None = job.run(_evaluate, (settings, output, json))
+    table: str | None = job.run(_evaluate, (model.checkpoint, settings, output, json))
     return table
 
 
@@ -98,9 +99,10 @@ def drafts_of(engine: TextModel, replicas: AxisGroup) -> DraftCounts:
 def _evaluate(engine: TextModel, codec: Codec, arguments: Any) -> str:
     from megatron_lightning.inference.commands import harness
 
-    settings, output, as_json = arguments
+    checkpoint, settings, output, as_json = arguments
     replicas = sharing_of(engine)
-    model = harness.HarnessModel(engine, codec, replicas)
+    images = image_prompts_of(engine, checkpoint, codec)
+    model = harness.HarnessModel(engine, codec, replicas, images)
     results = harness.evaluate_tasks(model, **settings)
     drafts = drafts_of(engine, replicas)
     if drafts.proposed and engine.context.rank == 0:

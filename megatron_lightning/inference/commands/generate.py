@@ -5,8 +5,14 @@ a layout.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from megatron_lightning.data.images.image_parts import has_images
+from megatron_lightning.data.images.image_prompts import Prompt
+from megatron_lightning.data.rows.sources import read_rows
+from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.inference.commands.load import find_image_prompts
 from megatron_lightning.inference.commands.model_options import ModelOptions
 from megatron_lightning.inference.commands.text_codec import Codec, prompt_ids
 from megatron_lightning.inference.commands.text_job import ModelJob
@@ -18,7 +24,7 @@ from megatron_lightning.inference.engine.uncached_loop import Sampling, check_nu
 
 def generate(  # noqa: PLR0917  # every argument is an option of the command line
     model: ModelOptions,
-    prompts: list[str] | str,
+    prompts: list[str] | str | None = None,
     max_new_tokens: int = 64,
     temperature: float = 1.0,
     top_k: int | None = None,
@@ -27,6 +33,8 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
     chat: bool = False,
     stop: list[str] | None = None,
     num_samples: int = 1,
+    images: list[str] | None = None,
+    messages: str | None = None,
 ) -> list[str]:
     """Continue prompts with a trained model.
 
@@ -47,6 +55,9 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
             alone.
         stop: Strings at the end of a text. The text is returned without a stop string.
         num_samples: Texts of each prompt.
+        images: Image files before the text of each prompt, with ``chat``.
+        messages: File of conversations to answer, a JSON object with ``messages`` a line. Images
+            are parts, as in training data.
 
     Returns:
         Each prompt with the continuation, or with ``chat`` the answers. Nothing on ranks of
@@ -57,6 +68,7 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
         CheckpointError: If the checkpoint cannot be read.
         DataError: If the tokenizer cannot be read.
     """
+    _check_prompts(prompts, images, messages, chat=chat)
     job = ModelJob(model)
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
@@ -68,15 +80,65 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
     )
     check_num_samples(num_samples)
     job.check()
-    texts = [prompts] if isinstance(prompts, str) else prompts
+    texts = [prompts] if isinstance(prompts, str) else prompts or []
     # Texts become tokens here: ranks receive and return numbers alone.
-    ids = [prompt_ids(job.codec, text, as_chat=chat) for text in texts]
+    if messages is not None:
+        ids = _conversations(model.checkpoint, job.codec, messages)
+    elif images:
+        maker = find_image_prompts(model.checkpoint, job.codec)
+        ids = [maker.of_question(text, images) for text in texts]
+    else:
+        ids = [Prompt(prompt_ids(job.codec, text, as_chat=chat)) for text in texts]
     continued = job.run(_continue, (ids, sampling, num_samples)) or []
+    answers_only = chat or messages is not None
     return [
-        _text(job.codec, prompt, new_ids, sampling.stop, answer_only=chat)
+        _text(job.codec, prompt.ids, new_ids, sampling.stop, answer_only=answers_only)
         for prompt, samples in zip(ids, continued, strict=False)
         for new_ids in samples
     ]
+
+
+def _check_prompts(
+    prompts: list[str] | str | None, images: list[str] | None, messages: str | None, *, chat: bool
+) -> None:
+    """Check that one option names the prompts.
+
+    Raises:
+        ConfigError: If none does, or several.
+    """
+    if (prompts is None) == (messages is None):
+        raise ConfigError(
+            "prompts and messages are both set; leave one out."
+            if messages is not None
+            else "there is nothing to continue; set prompts, or messages to a file."
+        )
+    if images and (not chat or prompts is None):
+        raise ConfigError(
+            f"images={images} belong to a user's message of a chat; set chat, and prompts to the "
+            "question. With messages, images are parts of the conversations."
+        )
+
+
+def _conversations(checkpoint: str, codec: Codec, file: str) -> list[Prompt]:
+    """Return the prompts of the conversations in a file."""
+    folder, found, maker = Path(file).resolve().parent, [], None
+    for row in read_rows(file):
+        if row.error is not None:
+            raise row.error
+        if "messages" not in row.fields:
+            raise DataError(f"{row.where}: there is no key messages; a row is a conversation")
+        fields = dict(row.fields)
+        turns = fields.pop("messages")
+        if maker is None and has_images(row.fields):
+            maker = find_image_prompts(checkpoint, codec)
+        found.append(
+            Prompt(codec.chat(turns))
+            if maker is None
+            else maker.of_messages(row.where, turns, folder, **fields)
+        )
+    if not found:
+        raise DataError(f"messages={file}: the file has no row")
+    return found
 
 
 def _text(
@@ -90,8 +152,11 @@ def _text(
 def _continue(engine: TextModel, codec: Codec, arguments: Any) -> list[list[list[int]]]:
     """Return the new tokens of each prompt's samples, on a single rank."""
     prompts, sampling, num_samples = arguments
+    ids, entries = [one.ids for one in prompts], [one.entries for one in prompts]
     most = len(prompts) * num_samples * sampling.max_new_tokens
     shows = engine.context.rank == 0
     with Progress("generating", most, shows=shows, drafts=engine.draft_counts) as progress:
-        completions = engine.generate(prompts, sampling, num_samples, observe=progress.show)
+        completions = engine.generate(
+            ids, sampling, num_samples, images=entries, observe=progress.show
+        )
     return [[one.tokens for one in samples] for samples in completions]

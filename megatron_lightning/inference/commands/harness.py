@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from megatron_lightning.data.images.image_parts import TAG
+from megatron_lightning.data.images.image_prompts import ImagePrompts, Prompt
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.commands.text_codec import Codec, Message
 from megatron_lightning.inference.engine.continuation import final_text
@@ -52,6 +54,8 @@ class _Writing:
     options: Mapping[str, Any]
     repeat: int
     """Number of equal requests before."""
+    pictures: Sequence[Any] = ()
+    """Pictures of Pillow at each ``<image>`` of the prompt."""
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
@@ -61,10 +65,19 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         engine: The engine. All ranks of a replica make the same calls.
         codec: The tokenizer.
         replicas: Ranks sharing the work.
+        images: Makes prompts with images. None: the model reads text alone.
     """
 
-    def __init__(self, engine: TextModel, codec: Codec, replicas: AxisGroup) -> None:
+    def __init__(
+        self,
+        engine: TextModel,
+        codec: Codec,
+        replicas: AxisGroup,
+        images: ImagePrompts | None = None,
+    ) -> None:
         super().__init__()
+        self.MULTIMODAL = images is not None  # the harness's name
+        self._images = images
         self.engine = engine
         self.codec = codec
         self.tokenizer = getattr(codec, "tokenizer", None)
@@ -103,6 +116,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         self, chat_history: Sequence[Message], add_generation_prompt: bool = True
     ) -> str:
         """Return a conversation as a text."""
+        has_image = any(TAG in str(message.get("content")) for message in chat_history)
+        if self._images is not None and has_image and add_generation_prompt:
+            return self._images.text(chat_history)
         return self.codec.chat_text(chat_history, continues=not add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -119,6 +135,22 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         rank, size = self._replicas.rank, self._replicas.size
         parts = self._replicas.all_gather_object(list(work(items[rank::size])))
         return [parts[index % size][index // size] for index in range(len(items))]
+
+    def loglikelihood(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Return each continuation's log-likelihood, and whether the continuation is greedy.
+
+        Raises:
+            ConfigError: If a request has images.
+        """
+        if any(_pictures(request) for request in requests):
+            raise ConfigError(
+                "the task scores answers about images by their likelihood, and models write such "
+                "answers here. Choose a task of the output_type generate_until."
+            )
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        return found
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
@@ -171,9 +203,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         items = []
         for request in requests:
             prompt, options = request.args[:2]
+            pictures = _pictures(request)
             # A task with repeats sends equal requests, and expects different draws.
-            key = json.dumps([prompt, options], sort_keys=True, default=str)
-            items.append(_Writing(prompt, options, repeat=counts[key]))
+            digests = [hashlib.sha256(one.tobytes()).hexdigest() for one in pictures]
+            key = json.dumps([prompt, options, digests], sort_keys=True, default=str)
+            items.append(_Writing(prompt, options, counts[key], pictures))
             counts[key] += 1
         return self._shared(items, self._texts)
 
@@ -185,18 +219,36 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             groups.setdefault(self._sampling(item.options), []).append(index)
         for sampling, indices in groups.items():
             room = self.max_length - sampling.max_new_tokens
-            prompts = [self.tok_encode(items[index].prompt)[-room:] for index in indices]
-            prompts = [prompt or [self.prefix_token_id] for prompt in prompts]
+            found = [self._prompt(items[index], room) for index in indices]
+            prompts, images = [one.ids for one in found], [one.entries for one in found]
             seeds = [
                 _seed(sampling.seed, prompt, items[index].repeat)
                 for prompt, index in zip(prompts, indices, strict=True)
             ]
             for index, [one] in zip(
-                indices, self.engine.generate(prompts, sampling, seeds=seeds), strict=True
+                indices,
+                self.engine.generate(prompts, sampling, seeds=seeds, images=images),
+                strict=True,
             ):
                 # As the harness's own models decode: without the prompt.
                 texts[index] = final_text(self.codec.decode, (), one.tokens, sampling.stop)
         return texts
+
+    def _prompt(self, item: _Writing, room: int) -> Prompt:
+        """Return the ids of a prompt, and the entries of its images. Text is cut from the left.
+
+        Raises:
+            ConfigError: If a prompt with images is too long.
+        """
+        if not item.pictures or self._images is None:
+            return Prompt(self.tok_encode(item.prompt)[-room:] or [self.prefix_token_id])
+        prompt = self._images.of_text(item.prompt, item.pictures)
+        if len(prompt.ids) > room:
+            raise ConfigError(
+                f"a prompt of the task has {len(prompt.ids)} tokens with its images, and "
+                f"{room} fit beside the answer. Lower max_gen_toks, or take smaller images."
+            )
+        return prompt
 
     def _sampling(self, options: Mapping[str, Any]) -> Sampling:
         """Return the harness's options of a request in our words.
@@ -328,6 +380,12 @@ def write_results(results: Mapping[str, Any], path: str) -> None:
 def json_of(results: Mapping[str, Any]) -> str:
     """Return results as JSON."""
     return json.dumps(results, indent=2, default=str, ensure_ascii=False)
+
+
+def _pictures(request: Any) -> Sequence[Any]:
+    """Return the pictures of a request of the harness."""
+    further: Mapping[str, Any] = request.args[2] if len(request.args) > 2 else {}
+    return list(further.get("visual") or ())
 
 
 def _seed(seed: int, prompt: Sequence[int], repeat: int) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,15 +21,26 @@ from megatron_lightning.assembly.state.left_out import refuse_partial
 from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.bridge.auto import AutoBridge, is_checkpoint
 from megatron_lightning.bridge.folders.folder_record import read_kept
+from megatron_lightning.bridge.folders.hub import local_folder
 from megatron_lightning.bridge.hf_models.meta_models import deferred_weights
 from megatron_lightning.bridge.hf_models.transformers_model import read_weights
 from megatron_lightning.checkpoint import CheckpointSource, open_checkpoint
-from megatron_lightning.checkpoint.kept_files import KeptFiles, read_kept_tokenizer
+from megatron_lightning.checkpoint.kept_files import (
+    KeptFiles,
+    read_kept_files,
+    read_kept_tokenizer,
+)
 from megatron_lightning.checkpoint.text_record import end_tokens, read_texts
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.config.class_paths import config_of_checkpoint
+from megatron_lightning.data.images.image_prompts import ImagePrompts
 from megatron_lightning.data.text.tokenizers import TokenizerType
-from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
+from megatron_lightning.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MissingCheckpointError,
+)
 from megatron_lightning.file_names import ADAPTER_CONFIG, CONFIG, SENTENCEPIECE
 from megatron_lightning.inference.commands.model_options import Dtype
 from megatron_lightning.inference.commands.text_codec import (
@@ -202,9 +213,10 @@ def _of_bridge(bridge: AutoBridge) -> SavedModel:
     try:
         config = bridge.to_config()
     except ConfigError as error:  # no rules for the architecture, or for the settings
-        longest = getattr(bridge.config, "max_position_embeddings", None) or 1 << 30
+        text = bridge.config.get_text_config()  # of a model with a tower
+        longest = getattr(text, "max_position_embeddings", None) or 1 << 30
         build = partial(_deferred, bridge, "transformers")
-        vocab_size = bridge.config.vocab_size
+        vocab_size = text.vocab_size
         return SavedModel(None, vocab_size, longest, build, read_weights, refusal=str(error))
     build = partial(_deferred, bridge, "gpt")
     return SavedModel(config, config.vocab_size, config.max_sequence_length, build, read_weights)
@@ -257,6 +269,53 @@ def _codec_of_adapters(adapters: str | os.PathLike[str]) -> Codec | None:
     is_folder = (Path(adapters) / ADAPTER_CONFIG).is_file()
     files = KeptFiles.of_folder(Path(adapters)) if is_folder else read_texts(adapters)
     return None if files is None else codec_of_files(files, str(adapters))
+
+
+def find_image_prompts(
+    checkpoint: str | os.PathLike[str], codec: Codec, **limits: int | None
+) -> ImagePrompts:
+    """Return the maker of prompts with images of a model.
+
+    Args:
+        checkpoint: The model.
+        codec: Codec of its tokenizer.
+        limits: See :class:`ImagePrompts`.
+
+    Raises:
+        ConfigError: If the model has no processor of images.
+        CheckpointError: If the checkpoint cannot be read.
+    """
+    tokenizer = getattr(codec, "tokenizer", None)
+    with ExitStack() as stack:
+        if not is_checkpoint(str(checkpoint)):
+            folder = local_folder(str(checkpoint), weights=False)
+        elif (files := read_kept_files(checkpoint)) is not None:
+            folder = stack.enter_context(files.unpacked())
+        else:
+            tokenizer = None
+        if tokenizer is None:
+            raise ConfigError(
+                f"{checkpoint} has no processor of images: it is no model of transformers with a "
+                "vision tower. Leave images out, or name such a model."
+            )
+        return ImagePrompts.load(folder, tokenizer, **limits)
+
+
+def image_prompts_of(
+    engine: TextModel,
+    checkpoint: str | os.PathLike[str],
+    codec: Codec,
+    **limits: int | None,
+) -> ImagePrompts | None:
+    """Return the maker of prompts with images of a loaded model. None: the model reads text alone.
+    See :func:`find_image_prompts`.
+    """
+    if not isinstance(engine, OwnGenerate):
+        return None
+    try:
+        return find_image_prompts(checkpoint, codec, **limits)
+    except (ConfigError, DataError):  # no processor of images
+        return None
 
 
 def find_stops(

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.commands.load import image_prompts_of
 from megatron_lightning.inference.commands.model_options import ModelOptions
 from megatron_lightning.inference.commands.text_codec import Codec
 from megatron_lightning.inference.commands.text_job import ModelJob
-from megatron_lightning.inference.engine.text_engine import Engine
+from megatron_lightning.inference.engine.own_generate import OwnGenerate
 from megatron_lightning.inference.engine.text_model import TextModel
 from megatron_lightning.optional import require
 
@@ -34,6 +35,8 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
     max_queue: int = 256,
     timeout_s: float = 600.0,
     max_body_mib: float = 4.0,
+    max_images: int = 8,
+    max_image_mpixels: float = 16.0,
 ) -> None:
     """Serve a trained model: OpenAI's completions and chats, and a page to try prompts.
 
@@ -49,7 +52,9 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
         allowed_hosts: Further names of the server (the header Host).
         max_queue: Running and waiting requests, at most. Further requests are refused.
         timeout_s: Seconds of a request.
-        max_body_mib: MiB of a request.
+        max_body_mib: MiB of a request, with its images.
+        max_images: Images of a request, at most. Images are data URLs: nothing is fetched.
+        max_image_mpixels: Million pixels of an image, at most.
 
     Raises:
         ConfigError: If the values cannot work together, or the packages are not installed.
@@ -60,12 +65,13 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
     key = _api_key(api_key_file)
     _check_address(host, key)
     job = ModelJob(model)
-    _check_engine(job)
     job.check()
     settings = {
         "host": host,
         "port": port,
         "max_queue": max_queue,
+        "checkpoint": model.checkpoint,
+        "images": {"max_images": max_images, "max_pixels": int(max_image_mpixels * 1e6)},
         "server": {
             "name": name or Path(model.checkpoint).name or model.checkpoint,
             "api_key": key,
@@ -80,10 +86,11 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
 
 def _serve(engine: TextModel, codec: Codec, settings: Any) -> None:
     """Serve on a single rank."""
+    from megatron_lightning.inference.serving.own_stepping import OwnStepping
     from megatron_lightning.inference.serving.serving_thread import Stepping
 
-    # Models with a generate of their own are refused before processes start.
-    stepping = Stepping(cast(Engine, engine), settings["max_queue"])
+    kind = OwnStepping if isinstance(engine, OwnGenerate) else Stepping
+    stepping = kind(engine, settings["max_queue"])
     if engine.context.rank != 0:
         # The first rank drains, and then ends all ranks.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -111,7 +118,9 @@ def _answer(stepping: Any, codec: Codec, settings: Any) -> None:
     thread = start(stepping, on_failure)
     stepping.wait_until_ready()
     longest = stepping.longest
-    app = Server(stepping, codec, ServerSettings(longest=longest, **settings["server"])).app()
+    images = image_prompts_of(stepping.engine, settings["checkpoint"], codec, **settings["images"])
+    limits = ServerSettings(longest=longest, **settings["server"])
+    app = Server(stepping, codec, limits, images).app()
     config = uvicorn.Config(
         app,
         http=patient_for(settings["server"]["timeout_s"]),
@@ -161,15 +170,6 @@ def _check_address(host: str, key: str | None) -> None:
         raise ConfigError(
             f"host={host} is reached by others, and there is no API key. Set {_KEY} or "
             "api_key_file, or host to 127.0.0.1."
-        )
-
-
-def _check_engine(job: ModelJob) -> None:
-    if job.saved.refusal is not None:
-        raise ConfigError(
-            f"{job.model.checkpoint} writes by its own generate, one text at a time, and is not "
-            "served. Serve its folder with vLLM, SGLang or transformers. The engine does not "
-            f"support the model: {job.saved.refusal}"
         )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine.request_batch import NOT_FINITE, Request
@@ -50,6 +51,7 @@ class Reader:
         tokens: Token ids.
         sampling: How tokens are chosen.
         num_scored: Number of last tokens to score.
+        entries: Entries of the prompt's images for the model.
         follows: Whether each step's state is wanted. False: the last state alone.
         news: Told of changes. None: the reader's own.
 
@@ -64,6 +66,7 @@ class Reader:
         sampling: Sampling,
         num_scored: int = 0,
         *,
+        entries: Mapping[str, Any] | None = None,
         follows: bool = False,
         news: News | None = None,
     ) -> None:
@@ -74,7 +77,7 @@ class Reader:
         """State of the request so far."""
         self._newest: Written | ApiError = self.last
         try:
-            self._number = stepping.add(tokens, sampling, num_scored, self._tell)
+            self._number = stepping.add(tokens, sampling, num_scored, self._tell, entries)
         except ConfigError as error:
             raise ApiError(503, str(error)) from error
 

@@ -7,7 +7,7 @@ engine, so that a seed gives the same text on every layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -76,8 +76,19 @@ class OwnGenerate(TextModel):
         """Run requests to their ends. All ranks pass the same requests."""
         with self._writing():
             for request in requests:
-                (self._score if request.num_scored else self._continue)(request)
+                if request.num_scored:
+                    self._score(request)
+                else:
+                    self._continue(request, lambda: observe(requests))
                 observe(requests)
+
+    def add_images(self, request: Request, entries: Mapping[str, Any] | None) -> None:
+        """See :class:`TextModel`."""
+        dtype = next(self.model.parameters()).dtype
+        request.entries = {
+            name: value.to(self.context.device, dtype if value.is_floating_point() else None)
+            for name, value in (entries or {}).items()
+        }
 
     def _score(self, request: Request) -> None:
         total = request.num_inputs
@@ -87,7 +98,7 @@ class OwnGenerate(TextModel):
         kept_logits = logits[0, portion.kept.start :]
         request.take([(a, b, c) for a, b, c in choose(Batch((portion,)), kept_logits).tolist()])
 
-    def _continue(self, request: Request) -> None:
+    def _continue(self, request: Request, tell: Callable[[], object]) -> None:
         if request.prompt_length + request.sampling.max_new_tokens > self.longest:
             raise ConfigError(
                 f"a prompt of {request.prompt_length} tokens with up to "
@@ -104,6 +115,7 @@ class OwnGenerate(TextModel):
             portion = Portion(request, last - 1, last)
             [result] = choose(Batch((portion,)), logits).tolist()
             request.take([(result[0], result[1], result[2])])
+            tell()
             only = torch.full_like(logits, -torch.inf)
             only[:, int(result[0])] = 0.0
             return only
@@ -113,6 +125,7 @@ class OwnGenerate(TextModel):
 
         self.model.generate(
             row,
+            **request.entries,
             attention_mask=torch.ones_like(row),  # a prompt may hold the padding's id
             logits_processor=[draw],
             stopping_criteria=[is_done],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -84,6 +84,8 @@ class Request:
     """Tokens proposed behind the text. The next step verifies them."""
     end: tuple[int, float] | None = None
     """The end token chosen behind the text, and its log-probability. None: there is none."""
+    entries: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Entries of the prompt's images for the model."""
     reason: str | None = None
     """Reason for the end of the text: stop, length, abort or :data:`NOT_FINITE`. None: the text
     has not ended."""

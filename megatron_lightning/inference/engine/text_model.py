@@ -5,7 +5,7 @@ texts are computed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_lightning.errors import NonFiniteError
+from megatron_lightning.errors import ConfigError, NonFiniteError
 from megatron_lightning.inference.engine.request_batch import NOT_FINITE, DraftCounts, Request
 from megatron_lightning.inference.engine.requests import RequestMaker
 from megatron_lightning.inference.engine.uncached_loop import Sampling
@@ -117,6 +117,7 @@ class TextModel(ABC):
         num_samples: int = 1,
         *,
         seeds: Sequence[int] | None = None,
+        images: Sequence[Mapping[str, Any] | None] = (),
         observe: Observe = lambda _: None,
     ) -> list[list[Completion]]:
         """Continue prompts. Every rank of a replica passes the same prompts, and gets the same
@@ -131,6 +132,7 @@ class TextModel(ABC):
             num_samples: Texts of each prompt. The keys of a prompt are computed once.
             seeds: Seed of each prompt's first sample. Each further sample adds 1. None: seeds
                 derived from the seed of ``sampling``.
+            images: Entries of each prompt's images for the model. None: the prompt is text.
             observe: Called every few steps with all requests.
 
         Returns:
@@ -142,6 +144,9 @@ class TextModel(ABC):
             NonFiniteError: If logits of a text are not finite.
         """
         rows = self.requests.samples(prompts, sampling or Sampling(), num_samples, seeds)
+        for row in rows if any(images) else ():
+            for request, entries in zip(row, images, strict=True):
+                self.add_images(request, entries)
         # The first sample of each prompt before the second of any: later samples wait for the first
         # sample's keys.
         requests = [request for row in rows for request in row]
@@ -196,6 +201,18 @@ class TextModel(ABC):
         self.run(requests, observe)
         _check_finite(requests)
         return [_score_of(request) for request in requests]
+
+    def add_images(self, request: Request, entries: Mapping[str, Any] | None) -> None:
+        """Give a request the entries of its prompt's images.
+
+        Raises:
+            ConfigError: If the model reads text alone.
+        """
+        if entries:
+            raise ConfigError(
+                f"{type(self.model).__name__} reads text alone. Leave images out, or load a model "
+                "of transformers with a vision tower."
+            )
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -6,8 +6,9 @@ from torch import nn
 
 from megatron_lightning.bridge.folders.remembered_folders import kept_folders, text_record
 from megatron_lightning.checkpoint.kept_files import KeptFiles
+from megatron_lightning.data.images.image_prompts import ImagePrompts
 from megatron_lightning.data.text.tokenizers import TokenizerType
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.inference.commands.text_codec import (
     Codec,
     codec_of,
@@ -52,3 +53,21 @@ def find_codec(
             "tokenizer_model to the tokenizer that made the training data."
         )
     return codec_of(tokenizer, f"the tokenizer of {type(data).__name__}")
+
+
+def find_image_prompts(module: nn.Module, codec: Codec) -> ImagePrompts | None:
+    """Return the maker of prompts with images of a model in training. None: the model reads text
+    alone.
+
+    Args:
+        module: The LightningModule.
+        codec: Codec of the model's tokenizer.
+    """
+    tokenizer = getattr(codec, "tokenizer", None)
+    for kept in kept_folders(module).values() if tokenizer is not None else ():
+        try:
+            with kept.files.unpacked() as folder:
+                return ImagePrompts.load(folder, tokenizer)
+        except (ConfigError, DataError):  # no processor of images
+            continue
+    return None

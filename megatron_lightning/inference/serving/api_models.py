@@ -135,6 +135,20 @@ class Part(Strict):
     text: str
 
 
+class ImageUrl(Strict):
+    """Address of an image."""
+
+    url: str
+    detail: str | None = None
+
+
+class ImagePart(Strict):
+    """Image in a message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class CalledFunction(Strict):
     """Function of a call."""
 
@@ -155,7 +169,9 @@ class Message(Strict):
     """Message of a conversation."""
 
     role: str
-    content: str | list[Part] | None = Field(None, description="text, or a list of parts of text")
+    content: str | list[Part | ImagePart] | None = Field(
+        None, description="text, or a list of parts of text and of images (image_url)"
+    )
     name: str | None = None
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None

@@ -10,14 +10,18 @@ from functools import partial
 from typing import Any
 
 from megatron_lightning.data.chat.conversations import ASSISTANT, REASONING
+from megatron_lightning.data.images.image_parts import has_images
+from megatron_lightning.data.images.image_prompts import ImagePrompts
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.commands.text_codec import Codec
 from megatron_lightning.inference.engine.uncached_loop import Sampling
+from megatron_lightning.inference.serving.api_images import chat_with_images
 from megatron_lightning.inference.serving.api_models import (
     ApiError,
     ChatBody,
     CompletionBody,
     Message,
+    Part,
     shown,
     validated,
 )
@@ -58,6 +62,8 @@ class ApiRequest:
     """Names of functions that the model may call."""
     most_calls: int | None = None
     """Calls in an answer, at most. None: any number."""
+    entries: Mapping[str, Any] | None = None
+    """Entries of a chat's images for the model."""
 
     @property
     def num_texts(self) -> int:
@@ -74,7 +80,15 @@ class ApiRequest:
         return Sampling(**{**vars(self.sampling), "seed": seed})
 
 
-def parse(body: Any, codec: Codec, *, name: str, longest: int, is_chat: bool) -> ApiRequest:
+def parse(
+    body: Any,
+    codec: Codec,
+    *,
+    name: str,
+    longest: int,
+    is_chat: bool,
+    images: ImagePrompts | None = None,
+) -> ApiRequest:
     """Return a request.
 
     Args:
@@ -83,6 +97,7 @@ def parse(body: Any, codec: Codec, *, name: str, longest: int, is_chat: bool) ->
         name: Name of the model.
         longest: Most tokens of a prompt with the new tokens.
         is_chat: Whether the request is a chat.
+        images: Makes prompts with images. None: the model reads text alone.
 
     Raises:
         ApiError: If the request cannot be answered.
@@ -92,7 +107,11 @@ def parse(body: Any, codec: Codec, *, name: str, longest: int, is_chat: bool) ->
         raise ApiError(
             404, f"there is no model {shown(request.model)}; this server has {name!r}.", "model"
         )
-    if isinstance(request, ChatBody):
+    entries = None
+    if isinstance(request, ChatBody) and has_images(body):
+        ids, entries = chat_with_images(request, body, images)
+        prompts, echo, tools = [ids], False, _tools(request)
+    elif isinstance(request, ChatBody):
         text = _conversation(request, body, codec)
         prompts, echo, tools = [_chat_ids(text, codec, longest)], False, _tools(request)
     else:
@@ -112,6 +131,7 @@ def parse(body: Any, codec: Codec, *, name: str, longest: int, is_chat: bool) ->
         bool(options and options.include_usage),
         tools,
         1 if isinstance(request, ChatBody) and request.parallel_tool_calls is False else None,
+        entries,
     )
 
 
@@ -255,7 +275,7 @@ def _message(message: Message, given: Mapping[str, Any]) -> dict[str, Any]:
             400, f"a message of the role {shown(message.role)} has no content.", "messages"
         )
     if isinstance(content, list):
-        content = "".join(part.text for part in content)
+        content = "".join(part.text for part in content if isinstance(part, Part))
     fields: dict[str, Any] = {"role": message.role, "content": content or ""}
     if message.role != ASSISTANT and (key := next(filter(given.get, REASONING), None)):
         raise ApiError(

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
 
+from megatron_lightning.data.images.image_prompts import ImagePrompts
 from megatron_lightning.inference.commands.text_codec import Codec
 from megatron_lightning.inference.engine.following import Reader, ReaderGroup
 from megatron_lightning.inference.engine.uncached_loop import Sampling
@@ -66,11 +67,19 @@ class Server:
         stepping: The engine's thread.
         codec: The tokenizer.
         settings: Limits.
+        images: Makes prompts with images. None: the model reads text alone.
     """
 
-    def __init__(self, stepping: Stepping, codec: Codec, settings: ServerSettings) -> None:
+    def __init__(
+        self,
+        stepping: Stepping,
+        codec: Codec,
+        settings: ServerSettings,
+        images: ImagePrompts | None = None,
+    ) -> None:
         self._stepping = stepping
         self._codec = codec
+        self._images = images
         self._settings = settings
         self._parsing = asyncio.Lock()
 
@@ -159,6 +168,7 @@ class Server:
                 name=settings.name,
                 longest=settings.longest,
                 is_chat=is_chat,
+                images=self._images,
             )
         self._check_room(request)
         answer = Answer(request, settings.name, self._codec)
@@ -220,7 +230,14 @@ class Server:
             for index in range(request.num_texts):
                 sampling, tokens = request.sampling_of(index), request.prompt(index)
                 texts.add(
-                    Reader(stepping, tokens, sampling, follows=follows, news=texts.news)
+                    Reader(
+                        stepping,
+                        tokens,
+                        sampling,
+                        entries=request.entries,
+                        follows=follows,
+                        news=texts.news,
+                    )
                     if request.writes
                     else None
                 )

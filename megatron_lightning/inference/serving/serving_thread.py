@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine.request_batch import Request
 from megatron_lightning.inference.engine.scheduler import Scheduler
-from megatron_lightning.inference.engine.text_engine import Engine
+from megatron_lightning.inference.engine.text_model import TextModel
 from megatron_lightning.inference.engine.uncached_loop import Sampling
 
 _HEARTBEAT_S = 10.0  # well below the timeout of idle collectives
@@ -31,6 +31,8 @@ class Order:
     tokens: list[int]
     sampling: Sampling
     num_scored: int
+    entries: Mapping[str, Any] | None = None
+    """Entries of the prompt's images for the model."""
 
 
 @dataclass
@@ -55,8 +57,8 @@ class Stepping:
         max_queue: Running and waiting requests, at most.
     """
 
-    def __init__(self, engine: Engine, max_queue: int) -> None:
-        self.engine = engine
+    def __init__(self, engine: TextModel, max_queue: int) -> None:
+        self.engine: Any = engine
         self.failure: BaseException | None = None
         """Reason for taking no more requests. None: all is well."""
         self.max_queue = max_queue
@@ -74,7 +76,14 @@ class Stepping:
         """Number of further requests taken now."""
         return self.max_queue - len(self._sinks)
 
-    def add(self, tokens: list[int], sampling: Sampling, num_scored: int, sink: Sink) -> int:
+    def add(
+        self,
+        tokens: list[int],
+        sampling: Sampling,
+        num_scored: int,
+        sink: Sink,
+        entries: Mapping[str, Any] | None = None,
+    ) -> int:
         """Run a request. Return the number of the request.
 
         Raises:
@@ -85,7 +94,7 @@ class Stepping:
                 raise ConfigError("the server ends, and takes no further request.")
             number = next(self._numbers)
             self._sinks[number] = sink
-            self._news.orders.append(Order(number, tokens, sampling, num_scored))
+            self._news.orders.append(Order(number, tokens, sampling, num_scored, entries))
             self._wake.notify()
         return number
 
@@ -109,10 +118,7 @@ class Stepping:
     def run(self) -> None:
         """Step until the first rank ends. The body of the thread of every rank."""
         try:
-            with self.engine.active() as scheduler:
-                self.longest = min(self.longest, scheduler.allocator.capacity)
-                self._ready.set()
-                self._run(scheduler)
+            self._step_until_end()
         except BaseException as error:
             self.failure = error
             raise
@@ -122,6 +128,13 @@ class Stepping:
                 sinks, self._sinks = list(self._sinks.values()), {}
             for sink in sinks:
                 sink(None)
+
+    def _step_until_end(self) -> None:
+        """Step until the first rank ends, together with the other ranks."""
+        with self.engine.active() as scheduler:
+            self.longest = min(self.longest, scheduler.allocator.capacity)
+            self._ready.set()
+            self._run(scheduler)
 
     def _run(self, scheduler: Scheduler) -> None:
         world, live = self.engine.context.axis("world"), dict[int, Request]()
@@ -142,16 +155,25 @@ class Stepping:
     def _begin(self, order: Order, scheduler: Scheduler, live: dict[int, Request]) -> None:
         """Add a request. Every rank refuses the same requests."""
         try:
-            request = self.engine.requests.one(
-                order.tokens, sampling=order.sampling, num_scored=order.num_scored
-            )
+            request = self._request_of(order)
             scheduler.add(request)
         except ConfigError as error:
-            sink = self._sinks.pop(order.number, None)
-            if sink is not None:
-                sink(error)
+            self._refuse(order.number, error)
             return
         live[order.number] = request
+
+    def _request_of(self, order: Order) -> Request:
+        request: Request = self.engine.requests.one(
+            order.tokens, sampling=order.sampling, num_scored=order.num_scored
+        )
+        if order.entries:
+            self.engine.add_images(request, order.entries)
+        return request
+
+    def _refuse(self, number: int, error: ConfigError) -> None:
+        sink = self._sinks.pop(number, None)
+        if sink is not None:
+            sink(error)
 
     def _collect(self, *, is_busy: bool) -> News:
         """Return the news. Wait for news while there is no work."""

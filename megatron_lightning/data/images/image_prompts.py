@@ -1,0 +1,166 @@
+"""Conversations with images as prompts: ids, and entries for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_lightning.data.chat.chat_template import ChatTemplate
+from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
+from megatron_lightning.data.chat.conversations import Chat, parse_row
+from megatron_lightning.data.images.image_files import (
+    ImageFiles,
+    named,
+    picture,
+    size_of,
+)
+from megatron_lightning.data.images.image_parts import IMAGE, TAG, ImageSource
+from megatron_lightning.data.images.image_processor import ImageProcessor
+from megatron_lightning.data.rows.sources import Row
+from megatron_lightning.errors import ConfigError, DataError
+
+
+class Prompt(NamedTuple):
+    """A prompt of a model with a vision tower."""
+
+    ids: list[int]
+    entries: Mapping[str, Any] | None = None
+    """Entries of images, tensors by name. None: the prompt is text."""
+
+
+class ImagePrompts:
+    """Makes prompts of conversations with images.
+
+    Args:
+        processor: Of the model.
+        template: Chat template.
+        max_images: Images of a conversation, at most. None: any number.
+        max_pixels: Pixels of an image, at most. None: as many as Pillow takes for harmless.
+    """
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        template: ChatTemplate,
+        *,
+        max_images: int | None = None,
+        max_pixels: int | None = None,
+    ) -> None:
+        self.processor = processor
+        self._template = template
+        self._limits = max_images, max_pixels
+        processor.find_placeholder(template.with_image())
+
+    @classmethod
+    def load(cls, folder: Path, tokenizer: Any, **limits: int | None) -> ImagePrompts:
+        """Return the prompts of a folder's model.
+
+        Args:
+            folder: Folder of a model.
+            tokenizer: Tokenizer of ``transformers``.
+            limits: See the class.
+
+        Raises:
+            ConfigError: If the folder has no processor, or no chat template.
+        """
+        tokens = ChatTokenizer.load(tokenizer)
+        processor = ImageProcessor.load(folder, tokens.tokenizer, {})
+        source = processor.chat_template or tokens.chat_template
+        if not source:
+            raise ConfigError(
+                f"{folder} has no chat template, which prompts with images need; add "
+                "chat_template.jinja"
+            )
+        return cls(processor, ChatTemplate(source, tokens.special_tokens), **limits)
+
+    def of_messages(
+        self, where: str, messages: Sequence[Any], folder: Path | None = None, **fields: Any
+    ) -> Prompt:
+        """Return the prompt of a conversation, for the model to answer.
+
+        Args:
+            where: Place of the conversation, for messages.
+            messages: Messages in OpenAI's form.
+            folder: Folder of image files. None: images are data URLs and bytes.
+            fields: Further fields of the row, such as ``images`` or ``tools``.
+
+        Raises:
+            DataError: If a message or an image cannot be used.
+        """
+        chat = parse_row(Row(where, {**fields, "messages": list(messages)}))
+        if not isinstance(chat, Chat):
+            raise DataError(f"{where}: a prompt with images needs messages")
+        return self._of_chat(chat, ImageFiles(folder))
+
+    def of_question(self, text: str, images: Sequence[str]) -> Prompt:
+        """Return the prompt of a user's message: image files, and a text behind them.
+
+        Raises:
+            DataError: If an image cannot be used.
+        """
+        parts: list[Any] = [{"type": "image", "image": str(Path(one).resolve())} for one in images]
+        content = [*parts, {"type": "text", "text": text}]
+        return self.of_messages("the prompt", [{"role": "user", "content": content}], Path("/"))
+
+    def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return a conversation as a text, with the model's placeholder for each ``<image>``."""
+        turns = [{**one, "content": one["content"].replace(TAG, IMAGE)} for one in messages]
+        num_images = sum(one["content"].count(IMAGE) for one in turns)
+        images = [ImageSource("the conversation")] * num_images
+        placeholder = self.processor.placeholder
+        return self._template.prompt(
+            Chat("the conversation", turns, images=images, placeholder=placeholder)
+        )
+
+    def of_text(self, text: str, pictures: Sequence[Any]) -> Prompt:
+        """Return the prompt of a text with a placeholder, or ``<image>``, for each picture of
+        Pillow.
+
+        Raises:
+            DataError: If there is another number of places.
+        """
+        placeholder = self.processor.placeholder
+        if placeholder not in text:
+            text = text.replace(TAG, placeholder)
+        if (number := text.count(placeholder)) != len(pictures):
+            raise DataError(
+                f"a prompt has {number} places {placeholder} for {len(pictures)} images"
+            )
+        if not pictures:
+            return Prompt(self.processor.tokens(text))
+        ids, entries = self.processor.document(text, [one.convert("RGB") for one in pictures])
+        return Prompt(ids, entries)
+
+    def _of_chat(self, chat: Chat, files: ImageFiles) -> Prompt:
+        for index, message in enumerate(chat.messages):
+            word = next((word for word in self.processor.words if word in message["content"]), None)
+            if word is not None:
+                raise DataError(
+                    f"{chat.where}: message {index} has {word} as words, which "
+                    f"{self.processor.name} reads as an image; write other words"
+                )
+        if chat.num_unplaced:
+            raise DataError(
+                f"{chat.where}: {chat.num_unplaced} images have no place in the messages"
+            )
+        text = self._template.prompt(replace(chat, placeholder=self.processor.placeholder))
+        return self.of_text(text, self._pictures(chat, files))
+
+    def _pictures(self, chat: Chat, files: ImageFiles) -> list[Any]:
+        most, most_pixels = self._limits
+        if most is not None and len(chat.images) > most:
+            raise DataError(f"{chat.where} has {len(chat.images)} images; at most {most} are taken")
+        pictures = []
+        for source in chat.images:
+            data, path = files.read(source)
+            where = named(source.where, path)
+            height, width = size_of(where, data)  # by the header: no pixel is decoded
+            if most_pixels is not None and height * width > most_pixels:
+                raise DataError(
+                    f"{where}: an image has {width} x {height} pixels; at most {most_pixels:,} are "
+                    "taken"
+                )
+            pictures.append(picture(where, data))
+        return pictures

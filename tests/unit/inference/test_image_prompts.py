@@ -1,0 +1,191 @@
+"""Text written about images: ids and texts are those of ``transformers``."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import zlib
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("PIL")
+
+from PIL import Image
+
+from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.inference.commands.generate import generate
+from megatron_lightning.inference.commands.load import find_codec, find_image_prompts
+from megatron_lightning.inference.commands.model_options import ModelOptions
+from tests.helpers.image_folders import USUAL, draw_image, make_image_folder, part, words
+
+NUM_NEW = 5
+
+
+@cache
+def _folder(family: str) -> Path:
+    return make_image_folder(family, Path(mkdtemp(prefix="images-")))
+
+
+def _stock(family: str, content: list[Any], pictures: list[Any]) -> str:
+    """Return the text of ``transformers`` alone, by the processor and ``generate`` of the model."""
+    from transformers import AutoModelForImageTextToText
+
+    folder = _folder(family)
+    maker = find_image_prompts(folder, find_codec(folder))
+    processor: Any = maker.processor._processor
+    inputs = processor.apply_chat_template(
+        [[{"role": "user", "content": content}]],
+        chat_template=processor.tokenizer.chat_template,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        processor_kwargs={"return_tensors": "pt"},
+    )
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    with torch.no_grad():
+        ids = model.generate(**inputs, max_new_tokens=NUM_NEW, do_sample=False)
+    new = ids[0, inputs["input_ids"].shape[1] :].tolist()
+    return str(processor.tokenizer.decode(new, skip_special_tokens=True))
+
+
+@pytest.mark.parametrize("family", USUAL)
+def test_answers_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    names = [draw_image(tmp_path / f"{n}.png", 20, 36 - 16 * n, n) for n in range(2)]
+    pictures = [Image.open(tmp_path / name) for name in names]
+    stock_parts = [{"type": "image", "image": one} for one in pictures]
+    expected = _stock(family, [*stock_parts, words("what color")], pictures)
+    options = ModelOptions(checkpoint=str(_folder(family)))
+    paths = [str(tmp_path / name) for name in names]
+    asked = {"chat": True, "temperature": 0.0, "max_new_tokens": NUM_NEW}
+    [found] = generate(options, "what color", images=paths, **asked)  # type: ignore[arg-type]
+    assert found == expected
+    messages = [{"role": "user", "content": [*map(part, names), words("what color")]}]
+    text_only = [{"role": "user", "content": "what color"}]
+    rows = tmp_path / "asked.jsonl"
+    rows.write_text("".join(f"{json.dumps({'messages': one})}\n" for one in (messages, text_only)))
+    both = generate(options, messages=str(rows), temperature=0.0, max_new_tokens=NUM_NEW)
+    assert both == [expected, _stock(family, [words("what color")], [])]
+    assert both[0] != both[1]
+
+
+def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
+    options = ModelOptions(checkpoint=str(_folder("llava")))
+    with pytest.raises(ConfigError, match="set chat, and prompts"):
+        generate(options, "what", images=["a.png"])
+    with pytest.raises(ConfigError, match="nothing to continue"):
+        generate(options)
+    with pytest.raises(ConfigError, match="both set"):
+        generate(options, "what", messages="a.jsonl")
+    with pytest.raises(DataError, match="there is no image"):
+        generate(options, "what", chat=True, images=["/a.png"])
+    with pytest.raises(DataError, match="message 0 has <image> as words"):
+        generate(options, "<image>", chat=True, images=[str(_drawn(tmp_path))])
+
+
+def _drawn(folder: Path) -> Path:
+    return folder / draw_image(folder / "a.png", 20, 36)
+
+
+def _url(data: bytes) -> dict[str, Any]:
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+
+
+def _bomb() -> bytes:
+    header = b"IHDR" + struct.pack(">II5B", 20_000, 20_000, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    return b"\x89PNG\r\n\x1a\n" + chunk + b"\0\0\0\0IDAT"
+
+
+def test_a_server_answers_about_data_urls_alone(tmp_path: Path) -> None:
+    pytest.importorskip("fastapi")
+    pytest.importorskip("httpx")
+    from starlette.testclient import TestClient
+
+    from megatron_lightning.inference.commands.load import load_engine
+    from megatron_lightning.inference.serving.own_stepping import OwnStepping
+    from megatron_lightning.inference.serving.server import Server, ServerSettings
+    from megatron_lightning.inference.serving.serving_thread import start
+
+    folder = _folder("qwen2_5_vl")
+    codec = find_codec(folder)
+    engine = load_engine(folder, stops=codec.stops, decode=codec.decode)
+    stepping = OwnStepping(engine, 4)
+    thread = start(stepping, lambda: None)
+    images = find_image_prompts(folder, codec, max_images=2, max_pixels=1_000_000)
+    settings = ServerSettings(name="tiny", longest=engine.longest)
+    client = TestClient(Server(stepping, codec, settings, images).app())
+    name = draw_image(tmp_path / "a.png", 20, 36)
+
+    def asked(*content: Any, **options: Any) -> Any:
+        messages = [{"role": "user", "content": [*content, words("what color")]}]
+        body = {"messages": messages, "temperature": 0, "max_tokens": NUM_NEW, **options}
+        return client.post("/v1/chat/completions", json=body)
+
+    try:
+        image = _url((tmp_path / name).read_bytes())
+        expected = _stock(
+            "qwen2_5_vl",
+            [{"type": "image", "image": Image.open(tmp_path / name)}, words("what color")],
+            [],
+        )
+        answer = asked(image).json()
+        assert answer["choices"][0]["message"]["content"] == expected
+        assert asked(image, stream=True).text.count('"delta"') > 1
+        assert asked().status_code == 200
+        draw_image(tmp_path / "large.png", 1_001, 1_000)
+        for content, match in (
+            (
+                [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/a"}}],
+                "fetches nothing",
+            ),
+            ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "opens no file"),
+            ([{"type": "image_url", "image_url": {"url": str(tmp_path / name)}}], "opens no file"),
+            ([{"type": "image", "image": str(tmp_path / name)}], "messages"),
+            ([{"type": "image_url", "image_url": "a"}], "messages"),
+            ([_url(_bomb())], "exceeds limit"),
+            ([_url((tmp_path / "large.png").read_bytes())], "at most 1,000,000"),
+            ([_url(b"no image")], "cannot be decoded"),
+            ([image, image, image], "at most 2"),
+            ([image, words("<|image_pad|>")], "as words"),
+        ):
+            refused = asked(*content)
+            assert refused.status_code == 400, content
+            assert match in refused.json()["error"]["message"]
+    finally:
+        stepping.end()
+        thread.join()
+    assert stepping.failure is None
+
+
+def test_tasks_with_images_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_XET_HIGH_PERFORMANCE", "1")  # set by the harness
+    pytest.importorskip("lm_eval.evaluator")
+    from types import SimpleNamespace
+
+    from megatron_lightning.inference.commands.evaluate import sharing_of
+    from megatron_lightning.inference.commands.harness import HarnessModel
+    from megatron_lightning.inference.commands.load import image_prompts_of, load_engine
+
+    folder = _folder("qwen2_5_vl")
+    codec = find_codec(folder)
+    engine = load_engine(folder, stops=codec.stops, decode=codec.decode)
+    images = image_prompts_of(engine, folder, codec)
+    model = HarnessModel(engine, codec, sharing_of(engine), images)
+    assert model.MULTIMODAL
+    picture = Image.open(_drawn(tmp_path))
+    expected = _stock("qwen2_5_vl", [{"type": "image", "image": picture}, words("what color")], [])
+    prompt = model.apply_chat_template([{"role": "user", "content": "<image>what color"}])
+    asked = SimpleNamespace(args=(prompt, {"max_gen_toks": NUM_NEW}, {"visual": [picture]}))
+    text = SimpleNamespace(args=("what color", {"max_gen_toks": NUM_NEW}))
+    found = model.generate_until([asked, text])
+    assert found[0] == expected
+    with pytest.raises(ConfigError, match="output_type generate_until"):
+        model.loglikelihood([SimpleNamespace(args=("<image>", "a", {"visual": [picture]}))])
