@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from megatron_lightning.bridge.folders.folder_record import read_kept
@@ -15,6 +16,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.losses.loss import CrossEntropy
 from megatron_lightning.models.awaited_losses import awaited_losses
 from megatron_lightning.models.plans.hf_documents import check_position_rows, separating_positions
+from megatron_lightning.models.plans.hf_towers import adapted_towers
 from megatron_lightning.models.router_loss import (
     LOGITS,
     coefficient_of,
@@ -82,6 +84,7 @@ class HuggingFaceModule(FolderModule):
         self._source = source
         self.loss = CrossEntropy()
         self.model: Any = None
+        self._tower_note: str | None = None
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,6 +105,7 @@ class HuggingFaceModule(FolderModule):
         if self.model is None:
             self.model = self._adapt(self._bridge().to_model())
             check_decoder(self.model)
+            self._tower_note = None if self.peft is None else adapted_towers(self.model)
             if self._router_logits is not None:
                 self.model.config.get_text_config().output_router_logits = self._router_logits
                 self.model.config.output_router_logits = self._router_logits
@@ -123,6 +127,12 @@ class HuggingFaceModule(FolderModule):
                 "and models of transformers part the documents of a row by positions that start "
                 "again. Set reset_position_ids, too, or train a GPTLightningModule."
             )
+
+    def on_fit_start(self) -> None:
+        """Print the trained parameters, and the adapted layers of towers."""
+        super().on_fit_start()
+        if self._tower_note is not None:
+            rank_zero_info(self._tower_note)
 
     def on_train_start(self) -> None:
         """Check that no logit depends on later tokens."""

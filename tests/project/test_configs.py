@@ -18,6 +18,7 @@ from megatron_lightning.models import num_parameters
 from megatron_lightning.modules import (
     FinetuneDataModule,
     GPTLightningModule,
+    HuggingFaceModule,
     MaskedDataModule,
     PretrainDataModule,
 )
@@ -40,11 +41,14 @@ NUM_PARAMETERS = {
 MASKED = {"bert": 110_106_428, "t5": 222_903_552}
 """Parameters of the models of ``transformers``."""
 
+IMAGES = {"qwen2_5_vl_7b_lora"}
+"""Of folders with a vision tower."""
+
 # Recipes of published models have a test of their own.
 PATHS = [
     path
     for path in sorted(CONFIGS.glob("*.yaml"))
-    if path.stem in NUM_PARAMETERS or path.stem not in {*MODELS, *MASKED}
+    if path.stem in NUM_PARAMETERS or path.stem not in {*MODELS, *MASKED, *IMAGES}
 ]
 
 
@@ -110,6 +114,18 @@ def test_a_recipe_of_masked_samples_is_valid(name: str, tmp_path: Path) -> None:
     replicas = strategy.layout.data_parallel_size(cli.trainer.num_devices)
     count = yaml.safe_load(path.read_text())["data"]["init_args"]["num_train_samples"]
     assert count >= cli.trainer.max_steps * data.batch_size * replicas
+
+
+def test_a_recipe_of_chats_with_images_is_valid() -> None:
+    pytest.importorskip("transformers")
+    path = CONFIGS / "qwen2_5_vl_7b_lora.yaml"
+    options = [f"--config={path}", "--trainer.accelerator=cpu", "--trainer.logger=false"]
+    cli = trainer_cli([*options, "--trainer.precision=32-true"], run=False)
+    data, strategy = cli.datamodule, cli.trainer.strategy
+    assert isinstance(cli.model, HuggingFaceModule) and isinstance(data, FinetuneDataModule)
+    assert cli.model.peft is not None and cli.model.peft.exclude_modules == ["**.visual.**"]
+    assert data.images is not None and data.packing == "online"
+    assert data.batch_size % strategy.options.micro_batch_size == 0
 
 
 def test_the_demo_resumes_on_another_layout_with_the_same_global_batch() -> None:

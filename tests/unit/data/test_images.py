@@ -26,12 +26,15 @@ from PIL import Image
 from megatron_lightning.data.images.image_options import ImageOptions
 from megatron_lightning.data.images.row_entries import batch_entries, joined
 from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.models.plans.hf_towers import towers_of
 from megatron_lightning.modules import (
     FinetuneDataModule,
     GPTLightningModule,
     HuggingFaceModule,
 )
 from megatron_lightning.modules.data_checks import check_images
+from megatron_lightning.optim import ParamGroup
+from megatron_lightning.peft import LoRA
 from tests.helpers.chats import write_rows
 from tests.helpers.image_folders import (
     USUAL,
@@ -424,3 +427,37 @@ def test_ranks_that_share_rows_and_models_of_text_are_refused() -> None:
     check_images(module, SimpleNamespace(layout=SimpleNamespace(cp=1)))
     with pytest.raises(ConfigError, match="GPTLightningModule trains text"):
         check_images(GPTLightningModule(tiny_config()), None)
+
+
+@pytest.mark.parametrize(
+    ("family", "tower", "projector"),
+    [
+        ("qwen2_5_vl", "model.visual", "**.visual.merger**"),
+        ("llava", "model.vision_tower", "**.multi_modal_projector**"),
+        ("gemma3", "model.vision_tower", "**.multi_modal_projector**"),
+        ("idefics3", "model.vision_model", "**.connector**"),
+    ],
+)
+def test_towers_are_found_for_adapters_and_rates(family: str, tower: str, projector: str) -> None:
+    module = HuggingFaceModule(str(_folder(family)), peft=LoRA(r=2))
+    module.configure_model()
+    assert list(towers_of(module.model)) == [tower]
+    note = module._tower_note
+    assert note is not None and f" in {tower}." in note
+    pattern = "**." + tower.rpartition(".")[2] + ".**"
+    assert pattern in note
+    without = HuggingFaceModule(str(_folder(family)), peft=LoRA(r=2, exclude_modules=[pattern]))
+    without.configure_model()
+    assert without._tower_note is None
+    groups = [
+        ParamGroup(name="projector", params=[projector], lr_mult=0.5),
+        ParamGroup(name="tower", params=[pattern], lr_mult=0.1),
+        ParamGroup(name="text"),
+    ]
+    rated = HuggingFaceModule(str(_folder(family)), learning_rate=1.0, param_groups=groups)
+    rated.configure_model()
+    optimizer: Any = rated.configure_optimizers()
+    used = [group for group in optimizer.param_groups if group["params"]]
+    rates = {group["name"]: group["lr"] for group in used}
+    assert rates == pytest.approx({"projector": 0.5, "tower": 0.1, "text": 1.0})
+    assert sum(len(group["params"]) for group in used) == len(list(rated.parameters()))
