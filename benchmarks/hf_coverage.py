@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +34,7 @@ KINDS = ("equal", "refused", "sensitive", "wrong", "failed")
 TABLE = Path("docs/hf_coverage.md")
 OTHERS = "## Encoders, encoder-decoders and images"
 """Heading of the section of ``--others``."""
+_MODEL = re.compile(r"\w+ForConditionalGeneration")
 IMAGES = "## Chats with images"
 """Heading of the section of ``--images``."""
 FOLDERS = "## Folders"
@@ -167,7 +169,8 @@ def write_images(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
     notes: list[str] = []
     for name, row in sorted(results.items()):
         if row.get("plain") == "trained":
-            cells = [_cell(row.get(column, ""), notes) for column in columns]
+            reasons = (_MODEL.sub("the model", row.get(column, "")) for column in columns)
+            cells = [_cell(reason, notes) for reason in reasons]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""]
     text = path.read_text()

@@ -5,6 +5,7 @@ single big module, branches), and modules beside the pipelined module, are shard
 
     a module                                                        becomes
     a list, or a class without a forward                            the results for the entries
+    a tower of a fit with images, which some ranks do not call      full parameters
     of a class that torch cannot extend                             the results for the children
     with more than 1 / 8 of all elements, and with children         the results for the children
     of fewer than 1 / 1,000 of all elements, and than 65,536        full parameters
@@ -26,6 +27,7 @@ from torch import nn
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.plans.gathered import BY_INDEX, weights_read
+from megatron_lightning.models.plans.hf_towers import is_marked
 from megatron_lightning.optim.full_parameters import IN_ONE_PIECE, can_be_extended, describe_full
 from megatron_lightning.pipeline.schedules.partition import unit_names
 from megatron_lightning.pipeline.stages.units import find_pipelined
@@ -121,7 +123,7 @@ class _Division:
             module = self._root.get_submodule(path)
             if isinstance(module, _LISTS):
                 self.add_units(f"{path}.{name}" for name, _ in module.named_children())
-            elif can_be_extended(module) and _has_forward(module):
+            elif can_be_extended(module) and _has_forward(module) and not is_marked(module):
                 self.units.append(path)
             else:
                 self.add(path)
@@ -130,6 +132,9 @@ class _Division:
         """Add the results of dividing a module, without the module at the path ``done``."""
         module = self._modules.get(path)
         if module is None or path == done or not _has_parameters(module):
+            return
+        if is_marked(module):
+            self._keep(module, path, "of a tower that ranks without images do not call")
             return
         why = self._obstacle(module, path)
         holds_done = done is not None and f"{done}.".startswith(f"{path}." if path else "")

@@ -16,7 +16,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.losses.loss import CrossEntropy
 from megatron_lightning.models.awaited_losses import awaited_losses
 from megatron_lightning.models.plans.hf_documents import check_position_rows, separating_positions
-from megatron_lightning.models.plans.hf_towers import adapted_towers
+from megatron_lightning.models.plans.hf_towers import adapted_towers, mark_towers
 from megatron_lightning.models.router_loss import (
     LOGITS,
     coefficient_of,
@@ -105,6 +105,9 @@ class HuggingFaceModule(FolderModule):
         if self.model is None:
             self.model = self._adapt(self._bridge().to_model())
             check_decoder(self.model)
+            data = None if self._trainer is None else getattr(self._trainer, "datamodule", None)
+            if getattr(data, "images", None) is not None:
+                mark_towers(self.model)
             self._tower_note = None if self.peft is None else adapted_towers(self.model)
             if self._router_logits is not None:
                 self.model.config.get_text_config().output_router_logits = self._router_logits

@@ -8,6 +8,8 @@ from torch import nn
 
 from megatron_lightning.layers.adapters.adapter_layers import adapted_layers
 
+_MARK = "called_with_images"
+
 
 def towers_of(model: Any) -> dict[str, nn.Module]:
     """Return path -> module of the outermost towers: modules with a configuration of their own
@@ -23,6 +25,29 @@ def towers_of(model: Any) -> dict[str, nn.Module]:
         if type(getattr(module, "config", None)) in kinds and not is_inside:
             towers[path] = module
     return towers
+
+
+def mark_towers(model: nn.Module) -> None:
+    """Mark towers and the modules beside them, such as projectors: batches without images do not
+    call them.
+    """
+    towers = towers_of(model)
+    for parent in {path.rpartition(".")[0] for path in towers}:
+        for name, child in model.get_submodule(parent).named_children():
+            path = f"{parent}.{name}" if parent else name
+            if path in towers or not _holds_text(model, child):
+                child.__dict__[_MARK] = True
+
+
+def is_marked(module: nn.Module) -> bool:
+    """Return whether batches without images do not call a module."""
+    return _MARK in vars(module)
+
+
+def _holds_text(model: Any, module: nn.Module) -> bool:
+    """Return whether a module has the embedding or the output layer of the text."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return any(one is end for one in module.modules() for end in ends if end is not None)
 
 
 def adapted_towers(model: nn.Module) -> str | None:
