@@ -37,6 +37,7 @@ from megatron_lightning.bridge.verification import RoundTrip, compare_folders, r
 from megatron_lightning.checkpoint.progress import progress_bar
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
 from megatron_lightning.file_names import CONFIG
+from megatron_lightning.precision.served.inputs import InputName
 from megatron_lightning.precision.served.values import Fit, ServedName
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -60,6 +61,7 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
     group_size: int | None = None,
     scheme: Scheme = "compressed-tensors",
     scales: Fit = "max",
+    activations: InputName | None = None,
 ) -> None:
     """Write a checkpoint of any layout, or a folder, as a Hugging Face folder, or as a checkpoint
     of Megatron.
@@ -88,6 +90,8 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
         scheme: Names and settings of the quantized tensors. ``modelopt`` with ``nvfp4``.
         scales: How scales are chosen. max: by the largest value. mse: by the smallest squared error
             of a few scales.
+        activations: Format in which servers round the inputs of these layers: that of ``quantize``.
+            Default: as the checkpoint was trained, else bf16.
 
     Raises:
         CheckpointError: If the checkpoint is not of the folder's model, or the target exists.
@@ -99,7 +103,7 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
         unused = {
             "like": like, "tokenizer": tokenizer, "quantize": quantize, "group_size": group_size,
             "scheme": None if scheme == "compressed-tensors" else scheme,
-            "scales": None if scales == "max" else scales,
+            "scales": None if scales == "max" else scales, "activations": activations,
         }  # fmt: skip
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "family": family}
         _export_megatron(
@@ -119,7 +123,7 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
         family=family,
         tokenizer=tokenizer,
     )
-    asked: Asked = (quantize, group_size, scheme, scales)
+    asked = Asked(quantize, group_size, scheme, scales, activations)
     quantized = quantized_folder(folder, tensors, trained, asked, trusts=trust_remote_code)
     if quantized is not None:
         folder, tensors = quantized, quantized.tensors

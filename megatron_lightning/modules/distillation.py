@@ -16,6 +16,7 @@ from megatron_lightning.modules.language_model import LanguageModule, token_weig
 from megatron_lightning.modules.objective import ObjectiveModule, Template, template_of
 from megatron_lightning.modules.post_training.own_texts import OwnTexts
 from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
+from megatron_lightning.precision.served.qat import described
 
 Batch = dict[str, Tensor]
 
@@ -89,6 +90,12 @@ class DistillationModule(ObjectiveModule):
                 "leave it out."
             )
         teacher = template_of(teacher, "teacher")
+        if teacher.qat is not None:
+            raise ConfigError(
+                f"the teacher has {described(teacher.qat)}, and its predictions are worth most "
+                "without rounding: the student learns to come close with rounded weights. Set qat "
+                "of the student alone."
+            )
         super().__init__(model, teacher)
         self.own_texts = OwnTexts(
             share=on_policy,

@@ -42,7 +42,7 @@ from megatron_lightning.peft.record import PEFT, Record, read_records, write_rec
 from megatron_lightning.peft.resume import check_scales
 from megatron_lightning.peft.sources import digest_of_base
 from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
-from megatron_lightning.precision.served.qat import QAT, check_resumed, described, write_qat
+from megatron_lightning.precision.served.qat import QAT, check_resumed, write_qat
 from megatron_lightning.precision.served.values import ServedName
 
 Batch = dict[str, Tensor]
@@ -152,11 +152,7 @@ class LanguageModule(LightningModule):
         self.qat = QAT.of(qat)
         """Rounding of weights in the forward. None: not rounded."""
         if self.qat is not None and peft is not None:
-            raise ConfigError(
-                f"{described(self.qat)} is given beside peft: adapters are added behind rounded "
-                "weights, and merging would round again. Leave peft out, or train the adapters "
-                "without qat and export the merged folder by convert export --quantize."
-            )
+            peft.check_rounded()
         self._frozen_parameters = FrozenParameters(freeze=freeze or (), train_only=train_only or ())
         if self._frozen_parameters and peft is not None:
             raise ConfigError(

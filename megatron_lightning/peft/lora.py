@@ -49,6 +49,9 @@ from megatron_lightning.peft.matching import (
 )
 from megatron_lightning.precision.qlora.base_formats import BaseFormat, check_format
 from megatron_lightning.precision.qlora.frozen_base import quantize_base
+from megatron_lightning.precision.served.adapted import add_to_weight
+from megatron_lightning.precision.served.gemm import ServedGemm
+from megatron_lightning.precision.served.qat import qat_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 APPLIED = "_megatron_lora"
@@ -186,8 +189,13 @@ class LoRA:
         # Everything is frozen first. Adapters and saved modules are then trained, and the rest of
         # the base is quantized. Lengths of rows belong to the values that layers compute with.
         module.requires_grad_(False)
+        if qat_of(module):
+            self.check_rounded()
         for path, layer in targets.items():
-            attach(layer, self._adapters(path, layer))
+            adapters = self._adapters(path, layer)
+            attach(layer, adapters)
+            if isinstance(getattr(layer, "gemm", None), ServedGemm):
+                add_to_weight(layer, adapters)
         for path, layer in _owners(module, stacks).items():
             attach_stacked(layer, self._stacked(path, layer, stacks))
         for child in saved.values():
@@ -218,6 +226,24 @@ class LoRA:
             task_of(module),
         )
         return module
+
+    def check_rounded(self) -> None:
+        """Check that adapters can be added to weights that a forward rounds (``qat``).
+
+        Raises:
+            ConfigError: Naming an option that cannot.
+        """
+        reasons = {
+            "lora_dropout": "drops numbers of an input that the sum W + scale B A does not have",
+            "base": "rounds W, and rounding the sum again would lose about all that adapters learn",
+            "use_dora": "gives the rows of the sum other lengths",
+        }
+        for name, reason in reasons.items():
+            if value := getattr(self, name):
+                raise ConfigError(
+                    f"{name} of LoRA is {value!r} beside qat: it {reason}. Leave {name} out, or "
+                    "train without qat."
+                )
 
     def scale_of(self, path: str) -> float:
         """Return the factor of the adapters' output of the layer at ``path``."""

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.folder_model import FolderModel, Plan
 from megatron_lightning.bridge.folders.export import write_folder
+from megatron_lightning.bridge.folders.folder import FolderTensors
 from megatron_lightning.bridge.hf_models.new_rows import with_vocabulary
+from megatron_lightning.bridge.low_bit.trained import TrainedWeights
 from megatron_lightning.bridge.tensors.lazy import Fill
 from megatron_lightning.bridge.tensors.values import fills_of_checkpoint
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
@@ -40,6 +42,7 @@ from megatron_lightning.peft.merge import deltas_of, merged_fills
 from megatron_lightning.peft.record import PEFT
 from megatron_lightning.peft.saved import SavedAdapters
 from megatron_lightning.peft.sources import record_of
+from megatron_lightning.precision.served.qat import Record, read_qat
 
 _CHUNK_BYTES = 64 << 20
 
@@ -152,17 +155,29 @@ def write_merged(
         base = _untied(base, copies)
     fills = _merged(own, base.fills, base.model)
     tensors = base.plan.tensors(fills, dtype)
+    like: FolderTensors = base.plan.folder
+    record = None if folder.is_folder(source) else _rounding(source)
+    if record is not None and dtype is None:
+        rounded = TrainedWeights.of(base.plan, fills, record)
+        like = rounded.folder(like, tensors)
+        tensors = like.tensors
     size = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
     with progress_bar("merging", size) as advance:
         write_folder(
             Path(target),
-            base.plan.folder,
+            like,
             tensors,
             overwrite=overwrite,
             files=files,
             advance=advance,
         )
     return list(copies)
+
+
+def _rounding(source: str) -> Record | None:
+    """Return the rounding in which a checkpoint's adapters were trained. None: none."""
+    opened = open_checkpoint(source)
+    return read_qat(opened.state(), source).get(record_of(opened, source).path)
 
 
 def _untied(base: BaseModel, copies: Mapping[str, str]) -> BaseModel:

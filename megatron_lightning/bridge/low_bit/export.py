@@ -214,8 +214,8 @@ class QuantizedFolder(FolderTensors):
                 f"{path}{_WEIGHT} has values that are NaN or infinite, for which no scale exists. "
                 "Export an earlier checkpoint."
             )
-        form, _, fit = self._recipes[path]
-        return encode(weight, form, self._shared_amax(path), fit=fit)
+        recipe = self._recipes[path]
+        return encode(weight, recipe.form, self._shared_amax(path), fit=recipe.fit)
 
     def _shared_amax(self, path: str) -> Tensor | None:
         """Return the amax of all matrices that servers fuse with a layer's."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_lightning.config.value_checks import check_choice
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.precision.formats import pack_e2m1
+from megatron_lightning.precision.served.qat import check_inputs
 from megatron_lightning.precision.served.values import Encoded, Fit, ServedFormat, ServedName
 
 Scheme = Literal["compressed-tensors", "modelopt"]
@@ -37,6 +38,8 @@ class Recipe(NamedTuple):
     """Names and settings."""
     fit: Fit = "max"
     """How scales are chosen."""
+    rounds_inputs: bool = False
+    """Whether servers round inputs in the same format, at run time."""
 
     @classmethod
     def of(
@@ -45,6 +48,7 @@ class Recipe(NamedTuple):
         group_size: int | None = None,
         scheme: str = "compressed-tensors",
         fit: str = "max",
+        activations: str | None = None,
     ) -> Recipe:
         """Return a recipe of checked options.
 
@@ -59,10 +63,14 @@ class Recipe(NamedTuple):
                 f"scheme is modelopt with {form.name}, of which it has no algorithm for weights "
                 "alone. Set scheme to compressed-tensors, or quantize to nvfp4 (W4A16_NVFP4)."
             )
-        return cls(form, cast(Scheme, scheme), cast(Fit, fit))
+        if activations is not None:
+            check_inputs(activations, [form.name])
+        return cls(form, cast(Scheme, scheme), cast(Fit, fit), activations is not None)
 
 
-def tensors_of_layer(encoded: Encoded, recipe: Recipe) -> dict[str, Tensor]:
+def tensors_of_layer(  # noqa: PLR0911  # a return for each form
+    encoded: Encoded, recipe: Recipe
+) -> dict[str, Tensor]:
     """Return the tensors of a layer by their names in the layer."""
     form, scheme = recipe.form, recipe.scheme
     codes, scales, outer = encoded
@@ -85,9 +93,12 @@ def tensors_of_layer(encoded: Encoded, recipe: Recipe) -> dict[str, Tensor]:
             return {"weight_packed": pack_e2m1(codes), "weight_scale": exponents}
         return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale": exponents}
     if form.is_integer:
+        small = scales.bfloat16()
+        if recipe.rounds_inputs:
+            return {"weight": codes.to(torch.int8), "weight_scale": small}
         return {
             "weight_packed": _packed(codes, form.bits),
-            "weight_scale": scales.bfloat16(),
+            "weight_scale": small,
             "weight_shape": torch.tensor(codes.shape),
         }
     scales = scales.reshape(1) if form.name == "fp8_tensor" else scales
@@ -149,7 +160,7 @@ def config_entry(recipes: Mapping[str, Recipe], ignore: Sequence[str]) -> dict[s
         {
             "targets": ["Linear"] if len(paths) == 1 else own,
             "weights": _weights(recipe.form),
-            "input_activations": None,
+            "input_activations": _inputs(recipe.form) if recipe.rounds_inputs else None,
             "output_activations": None,
             "format": _kind(recipe),
         }
@@ -167,7 +178,10 @@ def config_entry(recipes: Mapping[str, Recipe], ignore: Sequence[str]) -> dict[s
 
 
 def _kind(recipe: Recipe) -> str:
-    return _KINDS.get(recipe.form.name, "naive-quantized")
+    name = recipe.form.name
+    if recipe.rounds_inputs and name not in ("mxfp4", "mxfp8"):
+        return "int-quantized" if name == "int8" else "float-quantized"
+    return _KINDS.get(name, "naive-quantized")
 
 
 def modelopt_file(form: ServedFormat, ignore: Sequence[str]) -> dict[str, Any]:
@@ -179,6 +193,19 @@ def modelopt_file(form: ServedFormat, ignore: Sequence[str]) -> dict[str, Any]:
         "exclude_modules": list(ignore),
     }
     return {"producer": dict(_PRODUCER), "quantization": quantization}
+
+
+def _inputs(form: ServedFormat) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "num_bits": form.bits,
+        "type": "int" if form.is_integer else "float",
+        "symmetric": True,
+        "dynamic": True,
+    }
+    if form.group_size is None:
+        return settings | {"strategy": "token"}
+    scales = {"scale_dtype": "torch.uint8"} if form.name in ("mxfp4", "mxfp8") else {}
+    return settings | scales | {"strategy": "group", "group_size": form.group_size}
 
 
 def _weights(form: ServedFormat) -> dict[str, Any]:

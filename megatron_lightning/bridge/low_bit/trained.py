@@ -15,6 +15,7 @@ from megatron_lightning.bridge.low_bit.schemes import Recipe, Scheme
 from megatron_lightning.bridge.low_bit.stacks import parts_of, separated, stacked
 from megatron_lightning.bridge.tensors.lazy import Fill, Lazy
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.precision.served.inputs import InputName
 from megatron_lightning.precision.served.qat import QAT, Record
 from megatron_lightning.precision.served.selection import Served
 from megatron_lightning.precision.served.values import Fit, ServedFormat, ServedName
@@ -111,14 +112,32 @@ class TrainedWeights(NamedTuple):
             form, count = forms.pop(name), len(self.tensors[name])
             forms |= {part: form for parts in parts_of(name, count) for part in parts}
         recipes = {
-            name.removesuffix(".weight"): Recipe.of(form.name, form.group_size, scheme)
+            name.removesuffix(".weight"): Recipe.of(
+                form.name,
+                form.group_size,
+                scheme,
+                activations=form.name if form.name == self.qat.activations else None,
+            )
             for name, form in forms.items()
         }
         return QuantizedFolder(like, recipes, layers, device)
 
 
-Asked = tuple[ServedName | Literal["none"] | None, int | None, Scheme, Fit]
-"""A user's options: format, group size, scheme and choice of scales."""
+class Asked(NamedTuple):
+    """A user's options."""
+
+    name: ServedName | Literal["none"] | None
+    """Format of weights."""
+    group_size: int | None = None
+    scheme: Scheme = "compressed-tensors"
+    fit: Fit = "max"
+    activations: InputName | None = None
+    """Format of inputs."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether only the format is asked for."""
+        return self[1:] == Asked(None)[1:]
 
 
 def quantized_folder(
@@ -134,20 +153,21 @@ def quantized_folder(
     Raises:
         ConfigError: If an option does nothing, or would change the values of the trained forward.
     """
-    name, group_size, scheme, fit = asked
+    name, group_size, scheme, fit, activations = asked
     if trained is not None and name != "none" and fit == "max":
         own = {*trained.forms.values()}
         wanted = own if name is None else {ServedFormat.of(name, group_size)}
-        if wanted == own and (name is not None or group_size is None):
+        is_own = wanted == own and (name is not None or group_size is None)
+        if is_own and activations in (None, trained.qat.activations):
             return trained.folder(like, tensors, scheme, trust_remote_code=trusts)
     if name is None or name == "none":
-        if (group_size, scheme, fit) != (None, "compressed-tensors", "max"):
+        if not asked.is_plain:
             raise ConfigError(
-                "group_size, scheme and scales are settings of quantized weights, and quantize is "
-                f"{name}. Set quantize, or leave them out."
+                "group_size, scheme, scales and activations are settings of quantized weights, and "
+                f"quantize is {name}. Set quantize, or leave them out."
             )
         return None
-    recipe = Recipe.of(name, group_size, scheme, fit)
+    recipe = Recipe.of(name, group_size, scheme, fit, activations)
     layers = served_layers(like.files, tensors, trust_remote_code=trusts)
     return QuantizedFolder(like, dict.fromkeys(layers.quantized, recipe), layers)
 

@@ -96,6 +96,8 @@ class Adapters(Attachment):
         super().__init__()
         self.enabled = True
         """False: the layer computes without adapters."""
+        self.in_weight = False
+        """True: the layer adds the adapters to its weight, and not to its output."""
         self.half_dim: int | None = None
         """Batch dim of inputs whose first half is computed without adapters, or with ``first``.
         None: all rows have adapters."""
@@ -211,7 +213,7 @@ def add_adapters(
 ) -> Tensor:
     """Forward hook of an adapted layer: add the output of the adapters."""
     adapters = adapters_of(layer)
-    if adapters is None or not adapters.enabled:
+    if adapters is None or not adapters.enabled or adapters.in_weight:
         return output
     if adapters.half_dim is not None:
         return _add_to_second_half(layer, adapters, (args, kwargs), output)

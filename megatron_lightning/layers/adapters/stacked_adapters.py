@@ -84,7 +84,8 @@ def set_sums(module: nn.Module, args: tuple[Any, ...]) -> None:
             'LoRA, or set the reference of DPOModule to "model" or "scores".'
         )
     # Before _parameters, which keep the parameter, in the lookup of an attribute.
-    vars(module).update(adapters.sums(module))
+    # A rounding of the sums has come first.
+    vars(module).update({n: x for n, x in adapters.sums(module).items() if n not in vars(module)})
 
 
 def remove_sums(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -4,8 +4,9 @@
     input_grad   dX = dY Q(W)
     weight_grad  dW = dY^T X
 
-Gradients are not rounded, and that of Q(W) is passed to W (a straight-through estimator). The
-weight is first cast to the dtype of the GEMM, as autocast casts it.
+With rounded inputs X is Q(X) in both. Gradients are not rounded, and those of Q(W) and Q(X) are
+passed to W and X (a straight-through estimator). The weight is first cast to the dtype of the GEMM,
+as autocast casts it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.linear.gemm import Gemm, Operand
+from megatron_lightning.layers.adapters.adapter_layers import adapters_of
+from megatron_lightning.layers.adapters.stacked_adapters import StackedAdapters
+from megatron_lightning.layers.linear.gemm import Gemm, Operand, Role
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.shards.spec import ShardSpec
+from megatron_lightning.precision.served.adapted import state_of_adapters, summed
+from megatron_lightning.precision.served.inputs import is_of_token, rounded_inputs
 from megatron_lightning.precision.served.rounding import Rounding
 from megatron_lightning.precision.served.values import ServedFormat, encode
 
@@ -34,6 +39,7 @@ class ServedGemm(Gemm):
         rounding: Switch of the model.
         one_by_one: See the base class.
         rounded_as: Dtype of a weight before it is rounded. None: that of the GEMM.
+        rounds_inputs: Whether inputs are rounded in the same format.
     """
 
     differentiable = False  # the gradient of the rounding is passed on
@@ -47,8 +53,10 @@ class ServedGemm(Gemm):
         *,
         one_by_one: bool = False,
         rounded_as: torch.dtype | None = None,
+        rounds_inputs: bool = False,
     ) -> None:
         super().__init__(one_by_one=one_by_one)
+        self.rounds_inputs = rounds_inputs
         self.rounding = rounding
         self.rounded_as = rounded_as
         self.form = form
@@ -60,15 +68,37 @@ class ServedGemm(Gemm):
 
     def value(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the rounded weight in ``dtype``. See the base class."""
+        layer = self.layers[0]
         if not self.rounding.is_on:
-            return weight
-        return self.rounding.value(self.path, weight, dtype, lambda: self._value(weight, dtype))
+            return summed(layer, weight)
+        # The weight of an adapted layer is the parameter with an edge to its adapters.
+        parameter = layer._parameters.get("weight")
+        source = weight if parameter is None else parameter
+        source = source if source.data_ptr() == weight.data_ptr() else weight
+        name = f"{self.path}{state_of_adapters(layer)}"
+        return self.rounding.value(name, source, dtype, lambda: self._value(weight, dtype))
 
     def _value(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-            weight = weight.detach().to(self.rounded_as or dtype)
+            weight = summed(self.layers[0], weight.detach()).to(self.rounded_as or dtype)
             amax = self._shared_amax(weight)
             return encode(weight, self.form, amax).values(self.form).to(dtype)
+
+    def operand(
+        self,
+        tensor: Tensor,
+        role: Role,
+        *,
+        transposed: bool = False,
+        counts: Tensor | None = None,
+    ) -> Operand:
+        """Return an input rounded, and other tensors as they are. See the base class."""
+        if role != "input" or not self.rounds_inputs or not self.rounding.is_on:
+            return super().operand(tensor, role, transposed=transposed, counts=counts)
+        amax = None
+        if is_of_token(self.form) and _divides(self.layers[0], -1):
+            amax = self._over_ranks(tensor.abs().amax(-1, keepdim=True))
+        return Operand(rounded_inputs(tensor, self.form, amax))
 
     def forward(
         self, x: Operand, weight: Operand, bias: Tensor | None = None, counts: Tensor | None = None
@@ -93,7 +123,7 @@ class ServedGemm(Gemm):
             return self._over_ranks(amax) if _divides(self.layers[0], -1) else amax
         for layer in self.layers[1:]:
             other: Any = layer.weight
-            part = self.form.shared_amax(other.detach().to(weight.dtype))
+            part = self.form.shared_amax(summed(layer, other.detach()).to(weight.dtype))
             amax = amax if part is None else torch.maximum(amax, part)
         return self._over_ranks(amax)
 
@@ -167,8 +197,12 @@ class ServedStack:
 
     def set_values(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook: make the names hold rounded values."""
+        adapters = adapters_of(module)
+        sums: dict[str, Tensor] = {}
+        if isinstance(adapters, StackedAdapters) and adapters.enabled:
+            sums = adapters.sums(module)
         for name in self.names if self.rounding.is_on else ():
-            weight: Any = module._parameters[name]
+            weight: Any = sums.get(name, module._parameters[name])
             self._check(module, name)
             # Before _parameters, which keep the parameter, in the lookup of an attribute.
             vars(module)[name] = self._value(name, weight)

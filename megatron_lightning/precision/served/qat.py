@@ -21,9 +21,11 @@ from torch import nn
 from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.layers.adapters.adaptable import adapt
+from megatron_lightning.layers.adapters.adapter_layers import adapted_layers
 from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.parallel.shards.patterns import compile_pattern, describe_unused
 from megatron_lightning.precision.served.gemm import ServedGemm, ServedStack
+from megatron_lightning.precision.served.inputs import INPUT_NAMES, InputName
 from megatron_lightning.precision.served.rounding import Rounding
 from megatron_lightning.precision.served.selection import Served, served_in
 from megatron_lightning.precision.served.values import NAMES, ServedFormat, ServedName, fused_paths
@@ -60,6 +62,8 @@ class QAT:
         modules: Pattern of layer paths in the model -> another format, or "bf16": not rounded. The
             first pattern that matches a path decides.
         fake_quant_after_n_steps: Optimizer steps until a training rounds. Evaluations always round.
+        activations: Format of the inputs of the layers with weights in the same format. None: none
+            is rounded.
 
     Raises:
         ConfigError: If a format is unknown, or the number of steps is negative.
@@ -69,6 +73,7 @@ class QAT:
     group_size: int | None = None
     modules: Mapping[str, str] = field(default_factory=dict)
     fake_quant_after_n_steps: int = 0
+    activations: InputName | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -83,6 +88,8 @@ class QAT:
             ServedFormat.of(self.weights, self.group_size)
         if "int4" in names:
             ServedFormat.of("int4", self.group_size)
+        if self.activations is not None:
+            check_inputs(self.activations, names)
         steps = self.fake_quant_after_n_steps
         if steps != 0 and not is_count(steps):
             raise ConfigError(
@@ -131,6 +138,11 @@ class QAT:
             ConfigError: If a pattern matches nothing, no layer is rounded, or a layer does not fit
                 the format.
         """
+        if adapted_layers(model):
+            raise ConfigError(
+                f"{described(self)} is applied to a model with adapters, which would be added "
+                "behind the rounding. Apply it before LoRA."
+            )
         served, rounding = self._chosen(model), Rounding()
         modules = dict(model.named_modules())
         for path, form in self._forms(served.layers).items():
@@ -140,11 +152,23 @@ class QAT:
             layers = (layer, *(other for other in fused if other is not layer))
             one_by_one = layer.gemm.one_by_one if isinstance(layer, GroupedLinear) else False
             gemm = ServedGemm(
-                form, path, layers, rounding, one_by_one=one_by_one, rounded_as=rounded_as
+                form,
+                path,
+                layers,
+                rounding,
+                one_by_one=one_by_one,
+                rounded_as=rounded_as,
+                rounds_inputs=form.name == self.activations,
             )
             adapt(layer, gemm=gemm)
         for path, form in self._forms(served.stacks).items():
             names = served.stacks[path]
+            if form.name == self.activations:
+                raise ConfigError(
+                    f"qat has activations in {form.name}, and {path} multiplies its stacked "
+                    "experts itself, so that their inputs cannot be rounded. Train the folder as a "
+                    "GPTModel (GPTLightningModule with init_from_hf), or leave activations out."
+                )
             for name in names:
                 weight = modules[path]._parameters[name]
                 _check_columns(f"{path}.{name}", weight, form)
@@ -174,6 +198,26 @@ class QAT:
                 "its modules."
             )
         return Served(layers, stacks)
+
+
+def check_inputs(name: str, weights: Iterable[str]) -> None:
+    """Check the format of inputs beside those of weights.
+
+    Raises:
+        ConfigError: If servers do not multiply them, naming what they do.
+    """
+    if name not in INPUT_NAMES:
+        static = name in ("nvfp4", "fp8_tensor")
+        reason = "scales that a calibration fixes" if static else "no kernel of servers"
+        raise ConfigError(
+            f"activations are to be in {name!r}, which has {reason}. Set one of "
+            f"{', '.join(INPUT_NAMES)}, with weights in the same format."
+        )
+    if name not in weights:
+        raise ConfigError(
+            f"activations are to be in {name}, and weights are in {' and '.join(weights)}: servers "
+            f"multiply both in one format. Set weights to {name}, or leave activations out."
+        )
 
 
 def _check_fused(paths: Collection[str], qat: QAT) -> None:
@@ -269,6 +313,7 @@ def _record(entry: Mapping[str, Any]) -> Record:
         entry["group_size"],
         dict(entry["modules"]),
         entry.get("fake_quant_after_n_steps", 0),
+        entry.get("activations"),
     )
     stacks = {path: tuple(names) for path, names in entry["stacks"].items()}
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -299,6 +344,8 @@ def check_resumed(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
 def described(qat: QAT) -> str:
     """Return the settings for messages."""
     parts = [f"qat={qat.weights}"]
+    if qat.activations is not None:
+        parts.append(f"activations={qat.activations}")
     if qat.group_size is not None:
         parts.append(f"group_size={qat.group_size}")
     if qat.modules:

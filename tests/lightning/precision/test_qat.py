@@ -16,14 +16,21 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from megatron_lightning.bridge import AutoBridge, commands
+from megatron_lightning.bridge.low_bit.schemes import Recipe, config_entry
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Engine
 from megatron_lightning.models import GPTModel
-from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
+from megatron_lightning.modules import DistillationModule, GPTLightningModule, HuggingFaceModule
 from megatron_lightning.peft import LoRA
+from megatron_lightning.peft.commands import merge as adapters_merge
 from megatron_lightning.precision import QAT
 from megatron_lightning.precision.served import gemm as served_gemm
+from megatron_lightning.precision.served.inputs import (
+    INPUT_NAMES,
+    InputName,
+    rounded_inputs,
+)
 from megatron_lightning.precision.served.qat import qat_of
 from megatron_lightning.precision.served.values import ServedFormat, encode, fused_with
 from megatron_lightning.strategies import MegatronStrategy
@@ -290,11 +297,154 @@ def test_experts_that_a_folder_stacks_are_exported_one_by_one(tmp_path: Path) ->
     )
 
 
+@pytest.mark.parametrize("name", INPUT_NAMES)
+def test_inputs_are_rounded_as_servers_round_them(
+    source: Path, tmp_path: Path, name: InputName
+) -> None:
+    """By the scheme of the exported folder, in compressed-tensors."""
+    torch.manual_seed(0)
+    layer: Any = nn.Linear(128, 16)
+    x, dy = torch.randn(2, 3, 128, requires_grad=True), torch.randn(2, 3, 16)
+    QAT(name, activations=name).apply(nn.Sequential(layer))
+    rounded = rounded_inputs(x, ServedFormat.of(name))
+    weight = encode(layer.weight, ServedFormat.of(name)).values(ServedFormat.of(name))
+    y = layer(x)
+    assert torch.equal(y, F.linear(rounded, weight, layer.bias))
+    y.backward(dy)
+    assert torch.equal(layer.weight.grad, dy.view(-1, 16).t() @ rounded.view(-1, 128))
+    assert torch.equal(x.grad, dy @ weight)  # type: ignore[arg-type]
+    error = float((rounded - x).detach().norm() / x.detach().norm())
+    assert error < (0.13 if name == "mxfp4" else 0.03)
+    settings = config_entry({"layers.0.q_proj": Recipe.of(name, activations=name)}, [])
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    formats = pytest.importorskip("compressed_tensors.compressors.format")
+    lifecycle = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    config = quantization.QuantizationConfig.model_validate(settings)
+    (scheme,) = config.config_groups.values()
+    assert formats.infer_module_format(nn.Linear, scheme) == scheme.format
+    quantized: Any = nn.Linear(128, 16)
+    quantized.quantization_status = quantization.QuantizationStatus.CALIBRATION
+    theirs = lifecycle.forward_quantize(quantized, x.detach(), "input", scheme.input_activations)
+    # Servers divide by amax / 127, and compressed-tensors' range is -128 to 127: up to a step.
+    assert torch.allclose(theirs, rounded, rtol=1e-6, atol=0.04 if name == "int8" else 1e-6)
+
+
+def test_a_folder_with_rounded_inputs_returns(source: Path, tmp_path: Path) -> None:
+    module = HuggingFaceModule(str(source), qat=QAT("int8", activations="int8"), learning_rate=1e-3)
+    run = trainer(MegatronStrategy(), max_steps=1)
+    run.fit(module, _rows())
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    (metrics,) = run.validate(module, _rows(), verbose=False)
+    commands.export(str(tmp_path / "run.ckpt"), str(tmp_path / "served"))
+    stored = load_file(tmp_path / "served" / "model.safetensors")
+    assert stored["model.layers.0.mlp.up_proj.weight"].dtype == torch.int8
+    model: Any = AutoBridge.from_hf_pretrained(tmp_path / "served").to_model(dtype=torch.float32)
+    weights_only = _loss(model)
+    QAT("int8", activations="int8").apply(model)
+    assert _loss(model) == pytest.approx(metrics["val_loss"], rel=1e-5)
+    assert weights_only != pytest.approx(metrics["val_loss"], rel=1e-5)
+    with pytest.raises(
+        ConfigError, match=r"activations are to be in nvfp4.*|has scales that a cal"
+    ):
+        QAT("nvfp4", activations="nvfp4")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"activations are to be in int8, and weights are in nvf"):
+        commands.export(str(source), str(tmp_path / "x"), quantize="nvfp4", activations="int8")
+
+
+def test_adapters_are_inside_the_rounding() -> None:
+    """Gradients of the factors are those of autograd through the rounded sum."""
+    torch.manual_seed(0)
+    for num_groups in (0, 2):
+        model = nn.Sequential(nn.Sequential(nn.Linear(64, 48, bias=False)))
+        layer: Any = model[0][0]
+        QAT("mxfp4").apply(model)
+        if num_groups:  # rows of a group: 4 queries and 2 keys and values each of 3
+            layer.fused_rows = (12, 6, 6)
+        LoRA(r=4, lora_alpha=8).apply(model)
+        factors = dict(layer.adapters.named_parameters())
+        for factor in factors.values():
+            nn.init.normal_(factor, std=0.1)
+        x, dy = torch.randn(3, 64), torch.randn(3, 48)
+        y = layer(x)
+        (delta,) = _deltas(layer, num_groups)
+        total = layer.weight + delta
+        form = ServedFormat.of("mxfp4")
+        value = total + (encode(total, form).values(form) - total).detach()
+        expected = F.linear(x, value)
+        assert torch.equal(y, expected)
+        mine = torch.autograd.grad(y, list(factors.values()), dy)
+        theirs = torch.autograd.grad(expected, list(factors.values()), dy)
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+        assert layer.weight.grad is None
+        assert "weight" not in vars(layer)
+
+
+def _deltas(layer: Any, num_groups: int) -> list[torch.Tensor]:
+    parts = [
+        (p.lora_B.weight.float() * p.scale) @ p.lora_A.weight for p in layer.adapters.parts.values()
+    ]
+    if not num_groups:
+        return parts
+    grouped = [part.view(num_groups, -1, 64) for part in parts]
+    return [torch.cat(grouped, 1).flatten(0, 1)]
+
+
+@pytest.mark.parametrize("kind", ["hf", "gpt"])
+def test_merged_adapters_are_the_trained_forward(source: Path, tmp_path: Path, kind: str) -> None:
+    options: dict[str, Any] = {
+        "qat": QAT("int4", group_size=32), "peft": LoRA(r=4), "learning_rate": 3e-2,
+    }  # fmt: skip
+    module: Any = (
+        HuggingFaceModule(str(source), **options)
+        if kind == "hf"
+        else GPTLightningModule(init_from_hf=str(source), **options)
+    )
+    run = trainer(MegatronStrategy(), max_steps=3)
+    run.fit(module, _rows(12))
+    (metrics,) = run.validate(module, _rows(), verbose=False)
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    run.strategy.save_hf_pretrained(tmp_path / "live")
+    adapters_merge(str(tmp_path / "run.ckpt"), str(tmp_path / "served"), base=str(source))
+    config = json.loads((tmp_path / "served" / "config.json").read_text())
+    assert config["quantization_config"]["format"] == "pack-quantized"
+    for path in ("served", "live"):
+        model: Any = AutoBridge.from_hf_pretrained(tmp_path / path).to_model(dtype=torch.float32)
+        assert _loss(model) == pytest.approx(metrics["val_loss"], rel=1e-5), path
+
+
+def test_distillation_rounds_the_student_alone(source: Path, tmp_path: Path) -> None:
+    student = HuggingFaceModule(str(source), qat="nvfp4", learning_rate=1e-2)
+    module = DistillationModule(student, HuggingFaceModule(str(source)))
+    run = trainer(MegatronStrategy(), max_steps=2)
+    run.fit(module, _rows())
+    (path,) = qat_of(module)
+    pair: Any = module.model
+    assert module.get_submodule(path) is pair.trained
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    commands.export(str(tmp_path / "run.ckpt"), str(tmp_path / "served"), model=path)
+    served: Any = AutoBridge.from_hf_pretrained(tmp_path / "served").to_model(dtype=torch.float32)
+    with torch.no_grad():
+        tokens = torch.arange(12).view(1, 12)
+        expected = pair.trained(tokens).logits
+        teacher = AutoBridge.from_hf_pretrained(source).to_model(dtype=torch.float32)
+        frozen = next(m for n, m in pair.named_children() if n != "trained")
+        assert torch.allclose(served(tokens).logits, expected, atol=1e-5)
+        assert torch.allclose(frozen(tokens).logits, teacher(tokens).logits, atol=1e-5)
+    with pytest.raises(ConfigError, match="the teacher has qat=nvfp4"):
+        DistillationModule(HuggingFaceModule(str(source)), student)
+
+
 def test_what_cannot_be_rounded_is_refused(source: Path) -> None:
     with pytest.raises(ConfigError, match=r"'nvfp5'.*Set one of nvfp4"):
         HuggingFaceModule(str(source), qat="nvfp5")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="qat=nvfp4 is given beside peft"):
-        HuggingFaceModule(str(source), qat="nvfp4", peft=LoRA(r=2))
+    for option in ({"lora_dropout": 0.1}, {"base": "nvfp4"}, {"use_dora": True}):
+        (name,) = option
+        with pytest.raises(ConfigError, match=f"{name} of LoRA is .* beside qat"):
+            HuggingFaceModule(str(source), qat="nvfp4", peft=LoRA(r=2, **option))  # type: ignore[arg-type]
+    adapted = LoRA(r=2).apply(nn.Sequential(nn.Sequential(nn.Linear(64, 64))))
+    with pytest.raises(ConfigError, match="Apply it before LoRA"):
+        QAT("mxfp4").apply(adapted)
     with pytest.raises(ConfigError, match=r"gives '\*\*.o_proj' the value 'int9'.*bf16, nvfp4"):
         QAT(modules={"**.o_proj": "int9"})
     with pytest.raises(ConfigError, match=r"k_proj in int8 and .*q_proj in nvfp4|q_proj in nvfp4"):

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from megatron_lightning.bridge import AutoBridge, commands
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.parallel.shards.spec import Box
+from megatron_lightning.precision.quantization import quantize
+from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.precision.served.values import NAMES, ServedFormat, encode
 from tests.helpers.gpt_folders import make_folder
 
@@ -199,6 +201,15 @@ def test_a_search_of_scales_errs_less(source: Path) -> None:
         assert errors[1] <= errors[0], name
         if name in ("nvfp4", "int4"):
             assert errors[1] < 0.95 * errors[0], name
+
+
+def test_a_training_in_8_bits_has_the_codes_of_its_export(source: Path) -> None:
+    weight = _weights(source)["model.layers.0.mlp.down_proj.weight"].float()
+    for name, scaling in (("fp8_block", "blockwise"), ("mxfp8", "mxfp8")):
+        data, scales = quantize(weight, FP8Recipe(scaling=scaling), "weight")  # type: ignore[arg-type]
+        own = encode(weight, ServedFormat.of(name))
+        assert torch.equal(data.float(), own.codes), name
+        assert torch.equal(scales.float(), own.scales), name  # type: ignore[union-attr]
 
 
 def test_what_cannot_be_written_is_refused(source: Path, tmp_path: Path) -> None:
