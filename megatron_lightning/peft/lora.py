@@ -31,6 +31,7 @@ from megatron_lightning.layers.adapters.adapter_layers import (
 )
 from megatron_lightning.layers.adapters.magnitude import fill_magnitudes
 from megatron_lightning.layers.adapters.stacked_adapters import StackedAdapters, attach_stacked
+from megatron_lightning.layers.adapters.weight_adapters import add_to_weight
 from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.parallel.shards.ties import shared_names
 from megatron_lightning.peft.heads import heads_of, task_of
@@ -49,7 +50,6 @@ from megatron_lightning.peft.matching import (
 )
 from megatron_lightning.precision.qlora.base_formats import BaseFormat, check_format
 from megatron_lightning.precision.qlora.frozen_base import quantize_base
-from megatron_lightning.precision.served.adapted import add_to_weight
 from megatron_lightning.precision.served.gemm import ServedGemm
 from megatron_lightning.precision.served.qat import qat_of
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers.adapters.adapter_layers import add_adapters
+from megatron_lightning.layers.adapters.weight_adapters import HOOKS_OF_ADAPTERS
 from megatron_lightning.parallel.shards.parameters import check_gradient_hooks
 
 _WAY_OUT = (
@@ -91,10 +91,13 @@ def check_hooks(module: nn.Module, target: str, shards: Collection[str]) -> None
         ShardingError: If a hook would see a shard.
     """
     # Adapters add results to local shards, and are divided with the layer.
-    forward_hooks = [hook for hook in module._forward_hooks.values() if hook is not add_adapters]
+    hooks = [hook for hook in module._forward_hooks.values() if hook not in HOOKS_OF_ADAPTERS]
+    pre_hooks = [
+        hook for hook in module._forward_pre_hooks.values() if hook not in HOOKS_OF_ADAPTERS
+    ]
     sides_of_hooks = {
-        "register_forward_pre_hook": ("input",) if module._forward_pre_hooks else (),
-        "register_forward_hook": ("input", "output") if forward_hooks else (),
+        "register_forward_pre_hook": ("input",) if pre_hooks else (),
+        "register_forward_hook": ("input", "output") if hooks else (),
         "register_full_backward_hook": ("input", "output") if module._backward_hooks else (),
         "register_full_backward_pre_hook": ("output",) if module._backward_pre_hooks else (),
     }

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_lightning.layers.adapters.adapter_layers import add_adapters
+from megatron_lightning.layers.adapters.weight_adapters import HOOKS_OF_ADAPTERS
 from megatron_lightning.layers.styles import (
     ColumnParallel,
     GatherSequence,
@@ -103,8 +103,9 @@ class _Sequence:
     def _check_hooks(self) -> None:
         """Check that no hook of a user would see a shard."""
         for path, module in self._modules.items():
-            hooks = [h for h in module._forward_hooks.values() if h is not add_adapters]
-            hooks += [*module._forward_pre_hooks.values(), *module._backward_hooks.values()]
+            forward = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+            hooks = [hook for hook in forward if hook not in HOOKS_OF_ADAPTERS]
+            hooks += module._backward_hooks.values()
             if path.startswith(f"{self._base}.") and (hooks or module._backward_pre_hooks):
                 raise FullSequenceError(f"{path} has a hook, which would see a rank's part")
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.adapters.adapter_layers import adapters_of
 from megatron_lightning.layers.adapters.stacked_adapters import StackedAdapters
+from megatron_lightning.layers.adapters.weight_adapters import state_of_adapters, summed
 from megatron_lightning.layers.linear.gemm import Gemm, Operand, Role
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.shards.spec import ShardSpec
-from megatron_lightning.precision.served.adapted import state_of_adapters, summed
 from megatron_lightning.precision.served.inputs import is_of_token, rounded_inputs
 from megatron_lightning.precision.served.rounding import Rounding
 from megatron_lightning.precision.served.values import ServedFormat, encode

@@ -1,10 +1,10 @@
-"""Adapters inside the rounding: a layer multiplies by Q(W + scale B A), so that merged weights are
-those of the trained forward.
+"""Adapters added to the weight of a layer, whose GEMM computes with W + scale B A, such as one that
+rounds the sum.
 
     dW = dY^T X              of one layer at a time
     dA = scale B^T dW        dB = scale dW A^T
 
-The sum exists while it is rounded, and backward keeps the factors alone.
+The sum exists only inside of the GEMM, and backward keeps the factors alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.adapters.adapter_layers import Adapters, adapters_of
+from megatron_lightning.layers.adapters.adapter_layers import Adapters, adapters_of, add_adapters
 from megatron_lightning.parallel.collectives import copy_to_axis
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.shards.spec import ShardSpec
@@ -24,8 +24,8 @@ from megatron_lightning.parallel.shards.spec import ShardSpec
 def add_to_weight(layer: nn.Module, adapters: Adapters) -> None:
     """Make a layer add its adapters to its weight, and not to its output."""
     adapters.in_weight = True
-    layer.register_forward_pre_hook(_set_weight)
-    layer.register_forward_hook(_remove_weight, always_call=True)
+    layer.register_forward_pre_hook(set_weight)
+    layer.register_forward_hook(remove_weight, always_call=True)
 
 
 def summed(layer: nn.Module, weight: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def summed(layer: nn.Module, weight: Tensor) -> Tensor:
     if adapters is None or not adapters.enabled:
         return weight
     products = [
-        (part.lora_B.weight.float() * part.scale) @ part.lora_A.weight.float()  # type: ignore[union-attr,operator]
+        (part.lora_B.weight.float() * part.scale) @ part.lora_A.weight.float()  # type: ignore[operator]
         for part in adapters.parts.values()
     ]
     delta = _joined(products, adapters.num_groups)
@@ -63,21 +63,22 @@ def state_of_adapters(layer: nn.Module) -> tuple[tuple[int, int], ...]:
 def _joined(parts: list[Tensor], num_groups: int) -> Tensor:
     """Return the rows of parts [..., rows, in] in the order of the weight's rows."""
     if num_groups and len(parts) > 1:
-        parts = [part.unflatten(-2, (num_groups, -1)) for part in parts]
-        return torch.cat(parts, dim=-2).flatten(-3, -2)
+        columns = parts[0].shape[-1]
+        parts = [part.reshape(num_groups, -1, columns) for part in parts]
+        return torch.cat(parts, dim=-2).flatten(0, 1)
     return torch.cat(parts, dim=-2)
 
 
 def _divided(rows: Tensor, sizes: list[int], num_groups: int) -> tuple[Tensor, ...]:
     """Undo :func:`_joined`."""
     if num_groups and len(sizes) > 1:
-        grouped = rows.unflatten(-2, (num_groups, -1))
-        parts = grouped.split([size // num_groups for size in sizes], dim=-2)
-        return tuple(part.flatten(-3, -2) for part in parts)
-    return rows.split(sizes, dim=-2)
+        grouped = rows.reshape(num_groups, -1, rows.shape[-1])
+        parts = torch.split(grouped, [size // num_groups for size in sizes], dim=-2)
+        return tuple(part.flatten(0, 1) for part in parts)
+    return torch.split(rows, sizes, dim=-2)
 
 
-def _set_weight(layer: nn.Module, args: tuple[Any, ...]) -> None:
+def set_weight(layer: nn.Module, args: tuple[Any, ...]) -> None:
     """Forward pre-hook: give the weight an edge to the factors."""
     adapters = adapters_of(layer)
     if adapters is None or not adapters.enabled or not torch.is_grad_enabled():
@@ -98,7 +99,7 @@ def _set_weight(layer: nn.Module, args: tuple[Any, ...]) -> None:
     vars(layer)["weight"] = _Adapted.apply(weight, scales, adapters.num_groups, *factors)  # type: ignore[no-untyped-call]
 
 
-def _remove_weight(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def remove_weight(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Forward hook: the name holds the parameter again."""
     vars(layer).pop("weight", None)
 
@@ -140,3 +141,7 @@ class _Adapted(torch.autograd.Function):
             grads.append((second.float().mT @ part).mul_(scale).to(first.dtype))
             grads.append((part @ first.float().mT).mul_(scale).to(second.dtype))
         return None, None, None, *grads
+
+
+HOOKS_OF_ADAPTERS = (add_adapters, set_weight, remove_weight)
+"""Hooks that take shards, since adapters are divided with their layers."""
