@@ -115,6 +115,9 @@ WITHOUT_WEIGHTS = {
     "megatron_lightning/models/costs.py": {"inner"},
     # norms of rows, in fp32 whatever the precision of the layers
     "megatron_lightning/layers/adapters/magnitude.py": {"@"},
+    "megatron_lightning/layers/adapters/weight_adapters.py": {
+        "@"
+    },  # of factors, and gradients of these
     "megatron_lightning/layers/context/chunked_kernel.py": {"@"},
     "megatron_lightning/layers/shared_rows/conditions.py": {"matmul"},  # a setting of torch
     "megatron_lightning/layers/context/kernels.py": {
