@@ -27,12 +27,15 @@ with contextlib.suppress(ImportError):
     import peft  # noqa: F401
 
 
+OPTIONAL = ("__main__", "harness", "evaluate", "serving", "record_")
+"""In names of modules that import what takes long, or starts threads, which no fork may meet."""
+
+
 def _import_all(*packages: ModuleType) -> None:
-    """Import every module of the packages but commands, and modules for packages that are not
-    installed."""
+    """Import the modules of the packages, but those of optional packages."""
     for package in packages:
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.endswith("__main__"):
+            if not any(name in module.name for name in OPTIONAL):
                 with contextlib.suppress(ImportError):
                     importlib.import_module(module.name)
 
