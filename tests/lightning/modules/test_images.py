@@ -1,9 +1,11 @@
-"""The example of images: LLaVA with a frozen tower on TP 2 x PP 2 and CP 2 equals one process."""
+"""Examples with images: LLaVA with a frozen tower on TP 2 x PP 2 and CP 2 equals one process."""
 
 from __future__ import annotations
 
 import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from megatron_lightning.modules import FinetuneDataModule, HuggingFaceModule, ImageOptions
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
@@ -18,7 +21,8 @@ from tests.helpers.trainers import Losses, trainer
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "images.py"
+EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLE = EXAMPLES / "captions.py"
 LAYOUT = {
     "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 4
 }  # fmt: skip
@@ -52,3 +56,41 @@ def test_a_frozen_tower_on_several_ranks(tmp_path: Path) -> None:
         assert found == pytest.approx(losses, rel=1e-5)
     assert sorted(count > 0 for count in held) == [False, False, True, True]  # the first stage
     assert losses[-1] < losses[0] and tower
+
+
+def test_the_example_of_chats_makes_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    names = runpy.run_path(str(EXAMPLES / "images.py"))
+    names["make_model"](names["MODEL"])
+    names["make_chats"]()
+    images = ImageOptions(folder=str(names["IMAGES"]))
+    data = FinetuneDataModule(
+        str(names["CHATS"]), sequence_length=64, batch_size=2, images=images, cache_dir="cache"
+    )
+    data.use_model(HuggingFaceModule(names["MODEL"]))
+    data.prepare_data()
+    data.setup("fit")
+    dataset: Any = data.train_dataset()
+    row = dataset[(0,)]
+    assert row["images"]["pixel_values"].shape == (1, 3, 32, 32)
+    trained = row["labels"][row["labels"] >= 0]
+    assert data.tokenizer.tokenizer.decode(trained) == "a blue circle </s>"
+    assert (row["tokens"] == 3).sum() == 16  # places of the image
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # two processes import torch and transformers
+def test_the_example_of_chats_names_what_it_sees(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, EXAMPLES / "images.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+        capture_output=True,
+        text=True,
+        timeout=290,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "-> 'a red square'" in run.stdout + run.stderr

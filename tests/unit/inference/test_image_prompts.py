@@ -165,13 +165,30 @@ def test_a_server_answers_about_data_urls_alone(tmp_path: Path) -> None:
     assert stepping.failure is None
 
 
+def _write_task(folder: Path) -> None:
+    """Write a task of the drawn picture."""
+    pictures = folder / "pictures" / "test"
+    pictures.mkdir(parents=True)
+    drawn = Path(_drawn(folder)).rename(pictures / "drawn.png")
+    row = {"file_name": drawn.name, "question": "what color", "answer": "red"}
+    (pictures / "metadata.jsonl").write_text(json.dumps(row))
+    task = {
+        "task": "colors", "dataset_path": "imagefolder", "test_split": "test",
+        "dataset_kwargs": {"data_dir": str(pictures.parent), "cache_dir": str(folder / "cache")},
+        "output_type": "generate_until", "doc_to_image": ["image"], "doc_to_target": "answer",
+        "doc_to_text": "<image>{{question}}", "generation_kwargs": {"max_gen_toks": NUM_NEW},
+        "metric_list": [{"metric": "exact_match"}],
+    }  # fmt: skip
+    (folder / "colors.yaml").write_text(json.dumps(task))  # YAML has JSON's values
+
+
 def test_tasks_with_images_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_XET_HIGH_PERFORMANCE", "1")  # set by the harness
     pytest.importorskip("lm_eval.evaluator")
     from types import SimpleNamespace
 
     from megatron_lightning.inference.commands.evaluate import sharing_of
-    from megatron_lightning.inference.commands.harness import HarnessModel
+    from megatron_lightning.inference.commands.harness import HarnessModel, evaluate_tasks
     from megatron_lightning.inference.commands.load import image_prompts_of, load_engine
 
     folder = _folder("qwen2_5_vl")
@@ -187,5 +204,10 @@ def test_tasks_with_images_are_answered(tmp_path: Path, monkeypatch: pytest.Monk
     text = SimpleNamespace(args=("what color", {"max_gen_toks": NUM_NEW}))
     found = model.generate_until([asked, text])
     assert found[0] == expected
+    _write_task(tmp_path)
+    results = evaluate_tasks(
+        model, ["colors"], apply_chat_template=True, include_path=str(tmp_path), log_samples=True
+    )
+    assert [one["resps"] for one in results["samples"]["colors"]] == [[[expected]]]
     with pytest.raises(ConfigError, match="output_type generate_until"):
         model.loglikelihood([SimpleNamespace(args=("<image>", "a", {"visual": [picture]}))])
