@@ -205,3 +205,13 @@ def test_trainings_with_fp8_run(monkeypatch, backend):
 def test_quantized_products_are_measured() -> None:
     page = bench_precision.run(32, 2, None)
     assert all(f"| {scaling} |" in page for scaling in bench_precision.SCALINGS)
+
+
+def test_chats_with_images_are_measured() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("PIL")
+    from benchmarks import bench_images
+
+    page = bench_images.run(bench_images.Size(2, 56, 84, 4, 256), None)
+    assert all(f"| {goal} |" in page for goal in bench_images.GOALS)
+    assert "| growth of a worker over 4 rows |" in page

@@ -1,0 +1,179 @@
+"""Chats with images: what a start, a read row and a worker cost beside decoding and processing.
+
+    python -m benchmarks.bench_images          # minutes; writes results/
+    python -m benchmarks.bench_images --quick  # seconds, small images: does it run?
+
+JPEGs of about 1024 x 768, once in 30 sizes and once in a size each, under a folder with the image
+settings of Qwen2.5-VL and a tiny random model.
+
+    pixels   every image alone, decoded and processed
+    start    ``prepare_data`` of a conversation with each image
+    row      the rows of the data set, with ids, labels and pixels
+
+All are processor seconds of one thread, in one run. A worker's growth is memory that it has
+allocated (``RssAnon``) behind 2,000 rows, above that behind the first 20.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import io
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from benchmarks import machine
+from megatron_lightning.modules import FinetuneDataModule, HuggingFaceModule, ImageOptions
+from tests.helpers.image_folders import make_image_folder
+
+GOALS = {"start, 30 sizes": 0.25, "start, a size each": 0.6, "row": 1.15}
+"""Our processor seconds over those of decoding and processing, at most."""
+GROWTH_GOAL_MIB = 50
+_SETTINGS = {"patch_size": 14, "size": {"shortest_edge": 3136, "longest_edge": 1003520}}
+_WARM_ROWS = 20
+
+
+class Size(NamedTuple):
+    """Size of a measurement."""
+
+    images: int = 1000
+    height: int = 768
+    width: int = 1024
+    worker_rows: int = 2000
+    sequence_length: int = 2048
+
+
+def write_rows(folder: Path, size: Size, num_sizes: int) -> Path:
+    """Write JPEGs of smooth noise in several sizes, and a conversation with each. Return the
+    rows.
+    """
+    draw = np.random.default_rng(0)
+    rows = folder / f"{num_sizes}.jsonl"
+    with rows.open("w") as file:
+        for index in range(size.images):
+            step = index % num_sizes
+            height, width = size.height - step // 40, size.width - step % 40
+            coarse = draw.integers(0, 255, (height // 8, width // 8, 3), dtype=np.uint8)
+            name = f"{num_sizes}-{index}.jpg"
+            Image.fromarray(coarse).resize((width, height)).save(folder / name, quality=90)
+            content = [{"type": "image", "image": name}, {"type": "text", "text": "what"}]
+            turns = [("user", content), ("assistant", "a photograph")]
+            messages = [{"role": role, "content": text} for role, text in turns]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return rows
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return the processor seconds of a call."""
+    begin = time.process_time()
+    work()
+    return time.process_time() - begin
+
+
+def measure(folder: Path, rows: Path, model: str, size: Size) -> dict[str, float]:
+    """Return processor seconds of pixels, of a start and of reading rows, and a worker's growth."""
+    data = FinetuneDataModule(
+        str(rows),
+        sequence_length=size.sequence_length,
+        batch_size=1,
+        images=ImageOptions(processor_options=_SETTINGS),
+        cache_dir=str(folder / "cache"),
+    )
+    data.use_model(HuggingFaceModule(model))
+    processor: Any = data.processor
+    _ = data.template  # the processor is loaded
+    found = {"start": seconds(data.prepare_data)}
+    data.setup("fit")
+    text = f"what{processor.placeholder}"
+
+    def alone() -> None:
+        for index in range(size.images):
+            content = Path(folder, f"{rows.stem}-{index}.jpg").read_bytes()
+            processor.document(text, [Image.open(io.BytesIO(content)).convert("RGB")])
+
+    dataset: Any = data.train_dataset()
+
+    def read(count: int) -> None:
+        for index in range(count):
+            dataset[(index % size.images,)]
+
+    read(_WARM_ROWS)
+    found["pixels"] = seconds(alone)
+    gc.collect()
+    before = machine.status_bytes("RssAnon")
+    found["row"] = seconds(lambda: read(size.images))
+    read(size.worker_rows - size.images)
+    gc.collect()
+    found["growth_mib"] = (machine.status_bytes("RssAnon") - before) / 2**20
+    return found
+
+
+def page(few: Mapping[str, float], many: Mapping[str, float], size: Size) -> str:
+    """Return the results as a page."""
+    ratios = {
+        "start, 30 sizes": few["start"] / few["pixels"],
+        "start, a size each": many["start"] / many["pixels"],
+        "row": few["row"] / few["pixels"],
+    }
+    milliseconds = 1000 * few["pixels"] / size.images
+    growth = max(few["growth_mib"], many["growth_mib"])
+    lines = [
+        f"{size.images:,} JPEGs of about {size.width} x {size.height}. Decoding and processing one "
+        f"takes {milliseconds:.1f} ms of a core. Every rank in a replica does it: with 8 "
+        f"tensor-parallel ranks an image takes {8 * milliseconds:.0f} ms of a node's cores.",
+        "",
+        "| what | times decoding and processing | goal, at most | |",
+        "| --- | --- | --- | --- |",
+        *(
+            f"| {name} | {ratio:.2f} | {GOALS[name]} | {_verdict(ratio, GOALS[name])} |"
+            for name, ratio in ratios.items()
+        ),
+        "",
+        "| what | MiB | goal, at most | |",
+        "| --- | --- | --- | --- |",
+        f"| growth of a worker over {size.worker_rows:,} rows | {growth:.0f} | {GROWTH_GOAL_MIB} | "
+        f"{_verdict(growth, GROWTH_GOAL_MIB)} |",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _verdict(value: float, goal: float) -> str:
+    return "met" if value <= goal else "missed"
+
+
+def run(size: Size, folder: Path | None) -> str:
+    """Measure, and return the page; with a folder, keep it there."""
+    facts: dict[str, Any] = machine.describe()
+    with tempfile.TemporaryDirectory() as work:
+        model = str(make_image_folder("qwen2_5_vl", Path(work)))
+        few, many = (
+            measure(Path(work), write_rows(Path(work), size, num_sizes), model, size)
+            for num_sizes in (30, size.images)
+        )
+    facts["load_average_at_end"] = machine.describe()["load_average"]
+    text = f"# Chats with images\n\n{machine.headline(facts)}.\n\n{page(few, many, size)}"
+    if folder is not None:
+        machine.keep(folder, "images_cpu", facts, text, {"30 sizes": few, "a size each": many})
+    return text
+
+
+def main() -> None:
+    """Measure, print, and write a page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    print(run(Size(4, 56, 84, 8, 256), None) if quick else run(Size(), machine.RESULTS))
+
+
+if __name__ == "__main__":
+    main()
