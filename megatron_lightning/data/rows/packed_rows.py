@@ -285,13 +285,12 @@ class RowOrder(Sampler[tuple[int, ...]]):
 
 
 def _dealt(step: list[tuple[int, ...]], squares: Numbers) -> list[tuple[int, ...]]:
-    """Return the rows of a step by falling cost, with the costlier row of every second pair behind,
-    like cards dealt back and forth.
+    """Return the rows of a step by falling cost in the first half, and by rising cost in the second:
+    where ranks take every n-th row, a cheap row of the second half follows a costly row.
     """
     rows = sorted(step, key=lambda row: -int(squares[list(row)].sum()))
-    for begin in range(2, len(rows) - 1, 4):
-        rows[begin], rows[begin + 1] = rows[begin + 1], rows[begin]
-    return rows
+    half = (len(rows) + 1) // 2
+    return rows[:half] + rows[half:][::-1]
 
 
 def held_out(

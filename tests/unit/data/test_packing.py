@@ -104,14 +104,16 @@ def test_ranks_have_alike_costs(tmp_path: Path) -> None:
     apart = list(RowOrder(sources, 64, "online", seed=5, window=100))
     order = list(RowOrder(sources, 64, "online", seed=5, window=100, balanced=8))
 
-    def spread(rows: list[tuple[int, ...]]) -> float:
+    def wait(rows: list[tuple[int, ...]], num_ranks: int) -> float:
+        """Return the work of the busiest rank beyond the mean, as a share of the mean."""
         costs = np.array([int((lengths[list(row)] ** 2).sum()) for row in rows])
-        ranks = costs[: len(costs) // 8 * 8].reshape(-1, 4, 2).sum(1)
-        return float(np.abs(ranks[:, 0] - ranks[:, 1]).mean())
+        ranks = costs[: len(costs) // 8 * 8].reshape(-1, 8 // num_ranks, num_ranks).sum(1)
+        return float((ranks.max(1) / ranks.mean(1) - 1).mean())
 
     for begin in range(0, len(order), 8):
         assert sorted(order[begin : begin + 8]) == sorted(apart[begin : begin + 8])
-    assert spread(order) < 0.6 * spread(apart)
+    for num_ranks in (2, 4):
+        assert wait(order, num_ranks) < 0.7 * wait(apart, num_ranks)
 
 
 def test_weights_are_shares_and_sources_go_on(tmp_path: Path) -> None:
