@@ -285,8 +285,8 @@ class RowOrder(Sampler[tuple[int, ...]]):
 
 
 def _dealt(step: list[tuple[int, ...]], squares: Numbers) -> list[tuple[int, ...]]:
-    """Return the rows of a step by falling cost in the first half, and by rising cost in the second:
-    where ranks take every n-th row, a cheap row of the second half follows a costly row.
+    """Return the rows of a step, the costly half by falling cost and then the cheap half by rising
+    cost: where ranks take every n-th row, a cheap row follows a costly one.
     """
     rows = sorted(step, key=lambda row: -int(squares[list(row)].sum()))
     half = (len(rows) + 1) // 2
