@@ -42,7 +42,8 @@ class HangWatch(pl.Callback):
             ``at_least`` hold. ``setup`` begins with the callbacks' ``setup`` and ends with the
             first batch of training: it includes the loading of a checkpoint and the sanity check.
             ``save`` ends with the next batch, and in the background with the write. ``validation``
-            is one validation as a whole. None: an hour each. A section left out has no limit.
+            is one validation as a whole. A section left out has no limit. None: an hour each, after
+            which the stacks are only printed, under any ``action``.
 
     Raises:
         ConfigError: If a value cannot be used.
@@ -62,6 +63,7 @@ class HangWatch(pl.Callback):
             )
         if action not in get_args(Action):
             raise ConfigError(f"action is {action!r}; it must be one of {get_args(Action)}.")
+        self._stops_sections = sections is not None  # nobody has said how long a sound one takes
         sections = dict.fromkeys(get_args(Section), _FIRST) if sections is None else dict(sections)
         for name, limit in sections.items():
             if name not in get_args(Section) or limit <= timedelta(0):
@@ -214,7 +216,7 @@ class HangWatch(pl.Callback):
     def _found(self, trainer: pl.Trainer, hang: Hang) -> None:
         """Follow a hang. Called from the monitor's thread of one rank."""
         self.hangs.append(hang)
-        if self.action == "print":
+        if self.action == "print" or (hang.is_section and not self._stops_sections):
             return
         strategy = trainer.strategy
         watch = strategy.ranks.failure_watch if isinstance(strategy, MegatronStrategy) else None

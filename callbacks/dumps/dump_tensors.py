@@ -44,7 +44,8 @@ class DumpTensors(pl.Callback):
     Entries are ``outputs/model.layers.0``, ``gradients/model.layers.0.mlp.linear_fc1.weight`` and
     so on. A further tensor of a call has a number behind its name. Rows of activations are in the
     order of one device's batch. A tensor of a layer without a known place on the layout (inside of
-    dispatched experts, between split layers) is left out, and a warning names its module.
+    dispatched experts, between split layers) is left out, and a warning names its module. So is a
+    tensor of which data-parallel ranks have other lengths.
 
     Args:
         modules: Patterns of module names, such as ``model.layers.*``. A ``*`` also matches dots.
@@ -140,8 +141,8 @@ class DumpTensors(pl.Callback):
             )
 
     def _take(self, entry: str, shards: TensorShards) -> None:
-        owner = entry.partition("/")[2].rpartition(".")[0]
-        if self._matches(owner):
+        name = entry.partition("/")[2]
+        if self._matches(name.rpartition(".")[0] or name):  # one of the LightningModule itself
             copies = [shard._replace(data=shard.data.detach().clone()) for shard in shards.shards]
             self._found[entry] = TensorShards(
                 entry, shards.global_shape, shards.dtype, copies, shards.writes, shards.replicas
@@ -161,8 +162,18 @@ class DumpTensors(pl.Callback):
                 "entries lie in the tensor of one device. Dump the module around them, or run on "
                 "one device."
             )
+        incomplete = collected.incomplete
+        if incomplete:
+            rank_zero_warn(
+                f"DumpTensors leaves out {len(incomplete)} tensors, such as {incomplete[0]}: the "
+                "ranks' parts do not make up one tensor. Batches of other lengths or sizes on the "
+                "data-parallel ranks have none: set the data module's pad_to to sequence_length, "
+                "or packing."
+            )
         full = {}
         for name in collected.collected:
+            if name in incomplete:
+                continue
             tensor = collected.tensor(name)
             if trainer.is_global_zero:
                 full[name] = tensor.cpu()

@@ -7,11 +7,9 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -113,26 +111,33 @@ def disk_fault(kind: FaultKind) -> Iterator[None]:
 
     Files written by C code alone are not reached. A save ends with calls of Python in any case.
     """
-    real = {name: getattr(os, name) for name in _DISK}
-    for name, function in real.items():
-        setattr(os, name, partial(_full if kind == "full_disk" else _hanging, function))
+    failing = {name: _Failing(kind, getattr(os, name)) for name in _DISK}
+    for name, function in failing.items():
+        setattr(os, name, function)
     try:
         yield
     finally:
-        for name, function in real.items():
-            setattr(os, name, function)
+        for name, function in failing.items():
+            function.is_over = True
+            # Faults end in any order: one below another stays until the upper one has ended.
+            while isinstance(top := getattr(os, name), _Failing) and top.is_over:
+                setattr(os, name, top.function)
 
 
-def _full(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if _is_standard(args):
-        return function(*args, **kwargs)
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+@dataclass
+class _Failing:
+    """A function of ``os`` that fails until the fault is over."""
 
+    kind: FaultKind
+    function: Callable[..., Any]
+    is_over: bool = False
 
-def _hanging(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    while not _is_standard(args):
-        time.sleep(3600)
-    return function(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_over and not _is_standard(args):
+            if self.kind == "full_disk":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            threading.Event().wait()
+        return self.function(*args, **kwargs)
 
 
 def _is_standard(args: tuple[Any, ...]) -> bool:

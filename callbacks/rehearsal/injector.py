@@ -35,7 +35,8 @@ class FaultInjector(pl.Callback):
         folder: Folder of the notes, shared by all ranks. None: the Trainer's ``default_root_dir``.
 
     Raises:
-        ConfigError: If there are no faults, or at the start, if a rank does not exist.
+        ConfigError: If there are no faults, or at the start, if a rank does not exist, or at a
+            ``nan`` on a rank without a trained parameter.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class FaultInjector(pl.Callback):
     def _begin(
         self, index: int, fault: Fault, trainer: pl.Trainer, module: pl.LightningModule
     ) -> None:
+        poisoned = _first_trained(module, trainer) if fault.kind == "nan" else None
         self._note(index, fault, trainer)
         print_message(
             f"FaultInjector: {fault.kind} on rank {trainer.global_rank} after step "
@@ -104,8 +106,8 @@ class FaultInjector(pl.Callback):
             strike(fault.kind)
             return
         undo = ExitStack()
-        if fault.kind == "nan":
-            handle = _first_trained(module).register_hook(_not_a_number)  # type: ignore[no-untyped-call]
+        if poisoned is not None:
+            handle = poisoned.register_hook(_not_a_number)  # type: ignore[no-untyped-call]
             undo.callback(handle.remove)
         elif fault.kind != "slow":
             undo.enter_context(disk_fault(fault.kind))
@@ -141,8 +143,14 @@ class FaultInjector(pl.Callback):
             os.close(descriptor)
 
 
-def _first_trained(module: pl.LightningModule) -> Tensor:
-    return next(one for one in module.parameters() if one.requires_grad)
+def _first_trained(module: pl.LightningModule, trainer: pl.Trainer) -> Tensor:
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            return parameter
+    raise ConfigError(
+        f"the fault nan is due on rank {trainer.global_rank}, and none of its parameters is "
+        'trained: no gradient can be NaN. Set another rank, or "all" if every rank trains some.'
+    )
 
 
 def _not_a_number(gradient: Tensor) -> Tensor:

@@ -367,14 +367,21 @@ def compare(first: str, second: str, json: bool = False) -> None:
         raise SystemExit(1)
 
 
-def compare_dumps(first: str, second: str, tolerance: float = 1e-5, json: bool = False) -> None:
+def compare_dumps(
+    first: str,
+    second: str,
+    tolerance: float = 1e-5,
+    allow_missing: bool = False,
+    json: bool = False,
+) -> None:
     """Compare two dumps of DumpTensors, in the order of a step, and name the first module that
-    differs. Exit with 1 if the dumps differ.
+    differs. Exit with 1 if the dumps differ, or a dump has an entry that the other lacks.
 
     Args:
         first: A file of safetensors, or a folder with dumps of several steps.
         second: Another one, of any layout or program with the same names.
         tolerance: Largest difference that counts as equal, relative to an entry's largest value.
+        allow_missing: Exit with 0 also if entries are in one dump only.
         json: Print JSON: num_entries, only_in_first, only_in_second, differing.
 
     Raises:
@@ -385,7 +392,8 @@ def compare_dumps(first: str, second: str, tolerance: float = 1e-5, json: bool =
         print(json_format.dumps(asdict(found), indent=2))
     else:
         print("\n".join(found.lines(first, second)))
-    if found.differing:
+    is_missing = bool(found.only_in_first or found.only_in_second)
+    if found.differing or (is_missing and not allow_missing):
         raise SystemExit(1)
 
 

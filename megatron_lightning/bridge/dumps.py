@@ -118,9 +118,9 @@ def _difference(name: str, first: Tensor, second: Tensor) -> EntryDifference:
         return EntryDifference(name, 0.0, "equal")
     a, b = first.double(), second.double()
     gap = (a - b).abs()
-    gap[torch.isnan(a) & torch.isnan(b)] = 0.0
+    gap[(a == b) | (torch.isnan(a) & torch.isnan(b))] = 0.0  # also of equal infinities
     gap[torch.isnan(gap)] = float("inf")
-    largest = a.nan_to_num().abs().max().item() or 1.0
+    largest = a.nan_to_num(posinf=0.0, neginf=0.0).abs().max().item() or 1.0
     relative = gap.max().item() / largest
     place = [int(i) for i in torch.unravel_index(gap.argmax(), gap.shape)]
     at = f"at {place}" if place else ""

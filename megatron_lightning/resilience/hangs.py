@@ -38,6 +38,8 @@ class Hang:
     """Positions of all ranks."""
     suspects: list[int]
     """Ranks awaited by all other ranks."""
+    is_section: bool
+    """Whether a section takes too long, and no batch."""
 
 
 @dataclass
@@ -262,8 +264,9 @@ class HangMonitor:
         silent = [rank for rank, key in keys.items() if key not in keys_there]
         if any(position.compiles for position in positions):
             return None
-        _, alarm = json.loads(self._store.get(f"alarm/{number}"))
+        name, alarm = json.loads(self._store.get(f"alarm/{number}"))
         late = suspects(positions, silent)
         waited = ", ".join(map(str, late[:8]))
         who = f"; the others wait for rank {waited}" if 0 < len(late) < self._world_size else ""
-        return Hang(f"hang: {alarm}{who}", describe(positions, silent), late)
+        text = describe(positions, silent)
+        return Hang(f"hang: {alarm}{who}", text, late, is_section=name in self._sections)

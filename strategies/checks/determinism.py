@@ -1,8 +1,8 @@
 """``Trainer(deterministic=True)``: what equal bits need beside torch's own kernels.
 
-Lightning asks torch for deterministic kernels, which also makes the backward of flash attention
-deterministic, and sets the workspace of cuBLAS. NCCL and Transformer Engine are asked here, before
-either starts.
+Lightning asks torch for deterministic kernels, which also makes the backward of torch's own flash
+and of efficient attention deterministic, and sets the workspace of cuBLAS. NCCL, Transformer Engine
+and the package flash-attn of Hugging Face models are asked here, before any starts.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from megatron_lightning.errors import ConfigError
 
 _ALLOWED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        # Sums inside of switches (NVLS) have no fixed order.
         "NCCL_ALGO": ("^NVLS", "Ring", "Tree", "CollnetDirect", "CollnetChain"),
         "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+        "FLASH_ATTENTION_DETERMINISTIC": ("1",),
     }
 )
 """Variable -> values under which results repeat. The first is set if there is none."""
-_KERNELS = ("efficient", "cudnn")
-"""Kernels of attention without a deterministic backward."""
 
 
 def set_determinism(
@@ -50,18 +48,29 @@ def set_determinism(
     variables = os.environ if environment is None else environment
     for name, allowed in _ALLOWED.items():
         value = variables.setdefault(name, allowed[0])
-        if value not in allowed:
+        if not _is_allowed(name, value):
             raise ConfigError(
                 f"deterministic=True and {name}={value}, with which two runs may differ in their "
-                f"bits. Unset {name}, or set one of {', '.join(allowed)}."
+                f"bits. Unset {name}, or set one of {', '.join(allowed)}"
+                f"{', or a list of them such as Ring,Tree' if name == 'NCCL_ALGO' else ''}."
             )
-    if attention_backend in _KERNELS:
+    if attention_backend == "cudnn":
         raise ConfigError(
-            f"deterministic=True and attention_backend={attention_backend!r}, whose backward adds "
-            'in no fixed order. Set attention_backend to "auto", "flash" or "math".'
+            'deterministic=True and attention_backend="cudnn", whose backward adds in no fixed '
+            'order. Set attention_backend to "auto", "flash", "efficient" or "math".'
         )
     listed = ", ".join(f"{name}={variables[name]}" for name in _ALLOWED)
     rank_zero_info(f"MegatronStrategy: deterministic=True sets {listed}.")
+
+
+def _is_allowed(name: str, value: str) -> bool:
+    """Return whether results repeat under a variable. NCCL reads lists, in upper and lower case."""
+    if name != "NCCL_ALGO":
+        return value in _ALLOWED[name]
+    names = value.lower().removeprefix("^").split(",")
+    if value.startswith("^"):  # sums inside of switches (NVLS) have no fixed order
+        return "nvls" in names
+    return set(names) <= {one.lower() for one in _ALLOWED[name]}
 
 
 def is_deterministic() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -47,15 +48,30 @@ class CollectedTensors:
         self.notes = [note for _, note in ranks]
         """Notes of all ranks, in order."""
         self._stored: dict[str, _Stored] = {}
+        self._disputed: set[str] = set()  # ranks describe other shapes
         for rank, (described, _) in zip(world.ranks, ranks, strict=True):
             for name, (shape, dtype, boxes) in described.items():
                 stored = self._stored.setdefault(name, _Stored(shape, dtype, []))
+                if stored.shape != shape:
+                    self._disputed.add(name)
                 stored.boxes.extend((rank, box) for box in boxes)
 
     @property
     def collected(self) -> list[str]:
         """Names of all tensors, of any rank."""
         return list(self._stored)
+
+    @property
+    def incomplete(self) -> list[str]:
+        """Names of tensors that the ranks' shards do not make up: ranks describe other shapes, or
+        nobody sends a part. Boxes overlap only if they are equal.
+        """
+        return [
+            name
+            for name, (shape, _, boxes) in self._stored.items()
+            if name in self._disputed
+            or sum(prod(box.shape) for box in {box for _, box in boxes}) < prod(shape)
+        ]
 
     def tensor(self, name: str) -> Tensor:
         """Return a full tensor, newly allocated, on every rank. All ranks call this."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +112,29 @@ def test_what_cannot_be_dumped_is_refused(tmp_path: Path) -> None:
         compare_dumps(tmp_path, tmp_path, TOLERANCE)
 
 
+def test_infinities_are_equal_and_missing_entries_are_not(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    infinite = torch.tensor([torch.inf, 4.0, -torch.inf, torch.nan])
+    save_file({"a": infinite, "b": torch.ones(1)}, tmp_path / "first.safetensors")
+    save_file({"a": infinite}, tmp_path / "second.safetensors")
+    first, second = (str(tmp_path / f"{name}.safetensors") for name in ("first", "second"))
+    with pytest.raises(SystemExit):
+        main(["convert", "compare-dumps", first, second])
+    main(["convert", "compare-dumps", first, second, "--allow-missing"])
+    save_file({"a": infinite + torch.tensor([0.0, 2.0, 0.0, 0.0])}, second)
+    (found,) = compare_dumps(Path(first), Path(second), TOLERANCE).differing
+    assert found.relative == 0.5, found
+
+
 class _Plain(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
         self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.net(batch[0]).square().mean()
+        return (self.scale * self.net(batch[0])).square().mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -130,5 +148,28 @@ def test_a_plain_trainer_dumps_and_patterns_have_to_match(tmp_path: Path) -> Non
     assert {"inputs/net", "outputs/net.1", "gradients/net.0.weight", "weights/net.2.bias"} <= {
         *names
     }
+    assert "weights/scale" not in names
+    fit = trainer(max_steps=1, callbacks=[DumpTensors(folder=tmp_path / "all")])
+    fit.fit(_Plain(), loader)
+    assert {"weights/scale", "gradients/scale"} <= {*_names(tmp_path / "all")}
     with pytest.raises(ConfigError, match=r"modules is \['layers'\], which no module of _Plain"):
         trainer(max_steps=1, callbacks=[DumpTensors(["layers"])]).fit(_Plain(), loader)
+
+
+def _dump_of_other_lengths(folder: str) -> list[str]:
+    dump = DumpTensors(folder=folder)
+    fit = trainer(make_layout("dp2", 2).strategy(), max_steps=1, callbacks=[dump])
+    rows = [torch.randn(4 + int(os.environ["RANK"]), 4) for _ in range(4)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit.fit(_Plain(), torch.utils.data.DataLoader(torch.utils.data.StackDataset(rows), 2))
+    return [str(warning.message) for warning in caught]
+
+
+def test_ranks_of_other_lengths_have_no_tensor_in_common(tmp_path: Path) -> None:
+    messages, _ = run_ranks(2, _dump_of_other_lengths, str(tmp_path))
+    expected = "such as inputs/net: the ranks' parts do not make up one tensor"
+    assert any(expected in message for message in messages), messages
+    names = _names(tmp_path)
+    assert "weights/net.0.weight" in names and "gradients/net.0.weight" in names
+    assert not [name for name in names if name.startswith(("inputs", "outputs"))], names

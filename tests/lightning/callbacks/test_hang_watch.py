@@ -14,10 +14,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from megatron_lightning.callbacks import HangWatch
+from megatron_lightning.callbacks import HangWatch, hang_watch
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.resilience.hangs import Timed
+from megatron_lightning.resilience.hangs import Hang, Timed
 from megatron_lightning.resilience.stacks import Position, describe, main_stack, suspects
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import trainer
@@ -208,6 +208,22 @@ def test_limits_of_sections_are_learned() -> None:
     assert save.limit_s(factor=10.0, at_least_s=1.0) == 40.0
     save.end(21.0)
     assert save.limit_s(factor=10.0, at_least_s=1.0) == 20.0
+
+
+def test_a_section_without_a_limit_of_the_user_never_stops_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[bool] = []
+    monkeypatch.setattr(hang_watch, "end_process", lambda finalize: ended.append(True))
+    hour = timedelta(hours=1)
+    for sections, is_section, count in (
+        (None, True, 0),
+        (None, False, 1),
+        ({"save": hour}, True, 2),
+    ):
+        watch = HangWatch(action="stop", sections=sections)  # type: ignore[arg-type]
+        watch._found(trainer(), Hang("hang", "", [], is_section))
+        assert len(watch.hangs) == 1 and len(ended) == count, (sections, is_section)
 
 
 def test_sections_that_do_not_exist_are_refused() -> None:

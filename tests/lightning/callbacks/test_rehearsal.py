@@ -7,7 +7,7 @@ import json
 import os
 import random
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,36 @@ def test_a_disk_stands_still_until_the_fault_ends(tmp_path: Path) -> None:
         os.replace(tmp_path / "file", tmp_path / "other")
     assert os.write(descriptor, b"byte") == 4 and (tmp_path / "file").exists()
     os.close(descriptor)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_disk_is_sound_after_faults_that_overlap(
+    order: tuple[int, int], tmp_path: Path
+) -> None:
+    real, faults = os.write, [ExitStack(), ExitStack()]
+    descriptor = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT)
+    for fault in faults:
+        fault.enter_context(disk_fault("full_disk"))
+    try:
+        faults[order[0]].close()
+        with pytest.raises(OSError, match="No space left"):
+            os.write(descriptor, b"byte")
+        faults[order[1]].close()
+        assert os.write is real and os.write(descriptor, b"byte") == 4
+    finally:
+        os.write = real
+        os.close(descriptor)
+
+
+def test_a_rank_without_a_trained_parameter_has_no_gradient_to_spoil(tmp_path: Path) -> None:
+    frozen = ToyModule()
+    frozen.requires_grad_(False)
+    injector = FaultInjector([Fault(kind="nan", step=0, rank=0)], folder=tmp_path)
+    fit = trainer(max_steps=1)
+    injector.on_train_start(fit, frozen)
+    with pytest.raises(ConfigError, match="the fault nan is due on rank 0, and none of its param"):
+        injector.on_train_batch_start(fit, frozen, None, 0)
+    assert not (tmp_path / INJECTED_FAULTS).exists()
 
 
 def test_faults_that_cannot_happen_are_refused() -> None:

@@ -322,13 +322,17 @@ def test_deterministic_sets_and_checks_what_gpus_need() -> None:
         "CUBLAS_WORKSPACE_CONFIG": ":16:8",
         "NCCL_ALGO": "^NVLS",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        "FLASH_ATTENTION_DETERMINISTIC": "1",
     }
-    with pytest.raises(ConfigError, match=r"deterministic=True and NCCL_ALGO=NVLS.*Unset NCCL_A"):
-        set_determinism("cuda", "auto", {"NCCL_ALGO": "NVLS"})
-    with pytest.raises(ConfigError, match="attention_backend='efficient', whose backward adds in"):
-        set_determinism("cuda", "efficient", {})
+    for value in ("ring", "Ring,Tree", "^nvls,NVLSTree"):
+        set_determinism("cuda", "efficient", {"NCCL_ALGO": value})
+    for value in ("NVLS", "Ring,NVLSTree", "^Tree", "allreduce:ring"):
+        with pytest.raises(ConfigError, match=r"NCCL_ALGO=.*Unset NCCL_A.*such as Ring,Tree"):
+            set_determinism("cuda", "auto", {"NCCL_ALGO": value})
+    with pytest.raises(ConfigError, match='attention_backend="cudnn", whose backward adds in'):
+        set_determinism("cuda", "cudnn", {})
     untouched: dict[str, str] = {}
     set_determinism("cpu", "auto", untouched)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    set_determinism("cuda", "efficient", untouched)
+    set_determinism("cuda", "cudnn", untouched)
     assert not untouched
