@@ -12,8 +12,8 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 TOOLS = {  # of tests and pages, which read nothing of others
-    "hypothesis", "import-linter", "ml-dtypes", "mkdocs", "mkdocs-material", "mkdocstrings", "mypy",
-    "peft", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-pyyaml",
+    "hypothesis", "import-linter", "mike", "ml-dtypes", "mkdocs", "mkdocs-material", "mkdocstrings",
+    "mypy", "peft", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-pyyaml",
 }  # fmt: skip
 OF_TESTS = ("interop", "interop_apart")
 """Extras of packages that tests compare with: nothing of ours needs them."""

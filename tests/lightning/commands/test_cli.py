@@ -319,7 +319,7 @@ data:
         "embeddings",
         "no_decay",
     ]
-    assert configured["optimizer"].param_groups[1]["betas"] == [0.8, 0.9]
+    assert tuple(configured["optimizer"].param_groups[1]["betas"]) == (0.8, 0.9)
     assert configured["lr_scheduler"]["scheduler"].schedule.min_lr == 1e-5
 
 
