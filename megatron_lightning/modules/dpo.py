@@ -35,6 +35,7 @@ from megatron_lightning.modules.post_training.reference import (
 from megatron_lightning.modules.post_training.unpaired import UnpairedModule
 from megatron_lightning.modules.post_training.unpaired_data import UnpairedDataModule
 from megatron_lightning.modules.preference_data import PreferenceDataModule
+from megatron_lightning.precision.served.qat import qat_of
 
 Batch = dict[str, Tensor]
 
@@ -127,11 +128,16 @@ class DPOModule(UnpairedModule):
         config = getattr(self, "config", None)
         has_experts = isinstance(config, TransformerConfig) and config.moe is not None
         shares_rows = self.uses_adapters and not self.has_explicit_steps
-        if shares_rows and self.num_pipeline_ranks > 1 and has_experts:
+        if not shares_rows or self.num_pipeline_ranks == 1:
+            return
+        reason = "experts would mix the rows" if has_experts else ""
+        if qat_of(self):
+            reason = "qat adds adapters to the weight, for all rows alike"
+        if reason:
             raise ConfigError(
                 f'the reference is "{self.reference}" on {self.num_pipeline_ranks} pipeline ranks, '
-                "where it is computed in other rows of the same call, and experts would mix the "
-                'rows. Set reference to "model" or "scores", or pipeline_model_parallel_size to 1.'
+                f"where it is computed in other rows of the same call, and {reason}. Set reference "
+                'to "model" or "scores", or pipeline_model_parallel_size to 1.'
             )
 
     # ------------------------------------------------------------------------------------ the steps

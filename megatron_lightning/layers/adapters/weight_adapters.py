@@ -34,8 +34,8 @@ def summed(layer: nn.Module, weight: Tensor) -> Tensor:
     Raises:
         ConfigError: If ranks hold other rows of the factors than of the weight.
     """
-    adapters = adapters_of(layer)
-    if adapters is None or not adapters.enabled:
+    adapters = _enabled(layer)
+    if adapters is None:
         return weight
     products = [
         (part.lora_B.weight.float() * part.scale) @ part.lora_A.weight.float()  # type: ignore[operator]
@@ -60,6 +60,24 @@ def state_of_adapters(layer: nn.Module) -> tuple[tuple[int, int], ...]:
     return tuple((p.data_ptr(), p._version) for p in adapters.parameters())
 
 
+def _enabled(layer: nn.Module) -> Adapters | None:
+    """Return the adapters that a layer computes with. None: none.
+
+    Raises:
+        ConfigError: If only half of the rows have adapters.
+    """
+    adapters = adapters_of(layer)
+    if adapters is None or not adapters.enabled:
+        return None
+    if adapters.half_dim is not None:
+        raise ConfigError(
+            "qat adds adapters to the weight of a layer, for all rows alike, and half of the rows "
+            "here are those of a reference without adapters. Set the reference of the module to "
+            '"model" or "scores".'
+        )
+    return adapters
+
+
 def _joined(parts: list[Tensor], num_groups: int) -> Tensor:
     """Return the rows of parts [..., rows, in] in the order of the weight's rows."""
     if num_groups and len(parts) > 1:
@@ -80,15 +98,9 @@ def _divided(rows: Tensor, sizes: list[int], num_groups: int) -> tuple[Tensor, .
 
 def set_weight(layer: nn.Module, args: tuple[Any, ...]) -> None:
     """Forward pre-hook: give the weight an edge to the factors."""
-    adapters = adapters_of(layer)
-    if adapters is None or not adapters.enabled or not torch.is_grad_enabled():
+    adapters = _enabled(layer)
+    if adapters is None or not torch.is_grad_enabled():
         return
-    if adapters.half_dim is not None:
-        raise ConfigError(
-            "qat adds adapters to the weight of a layer, for all rows alike, and half of the rows "
-            "here are those of a reference without adapters. Set the reference of the module to "
-            '"model" or "scores".'
-        )
     factors = [
         _whole(layer, factor, dim)
         for part in adapters.parts.values()

@@ -20,8 +20,14 @@ from megatron_lightning.bridge.low_bit.schemes import Recipe, config_entry
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Engine
+from megatron_lightning.layers.adapters.adapter_layers import adapters_for_second_half
 from megatron_lightning.models import GPTModel
-from megatron_lightning.modules import DistillationModule, GPTLightningModule, HuggingFaceModule
+from megatron_lightning.modules import (
+    DistillationModule,
+    DPOModule,
+    GPTLightningModule,
+    HuggingFaceModule,
+)
 from megatron_lightning.peft import LoRA
 from megatron_lightning.peft.commands import merge as adapters_merge
 from megatron_lightning.precision import QAT
@@ -411,6 +417,22 @@ def test_merged_adapters_are_the_trained_forward(source: Path, tmp_path: Path, k
     for path in ("served", "live"):
         model: Any = AutoBridge.from_hf_pretrained(tmp_path / path).to_model(dtype=torch.float32)
         assert _loss(model) == pytest.approx(metrics["val_loss"], rel=1e-5), path
+
+
+def test_a_reference_in_half_of_the_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without gradients, where the rows of the reference would be those of the policy."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64)))
+    LoRA(r=2).apply(QAT("mxfp4").apply(model))
+    half = pytest.raises(ConfigError, match="half of the rows here are those of a reference")
+    with torch.no_grad(), adapters_for_second_half(model, 0), half:
+        model(torch.randn(2, 3, 64))
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+    config = TransformerConfig(**sizes, max_sequence_length=16)  # type: ignore[arg-type]
+    policy = GPTLightningModule(config, peft=LoRA(r=2), qat="mxfp4")
+    DPOModule(policy).configure_model()  # on one pipeline rank, where the reference is a call
+    monkeypatch.setattr(DPOModule, "num_pipeline_ranks", 2)
+    with pytest.raises(ConfigError, match=r"on 2 pipeline ranks.*qat adds adapters to the weight"):
+        DPOModule(policy).configure_model()
 
 
 def test_distillation_rounds_the_student_alone(source: Path, tmp_path: Path) -> None:
