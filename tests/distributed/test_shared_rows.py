@@ -19,6 +19,7 @@ from megatron_lightning.config import ContextMixers
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.context.ring import RingAttention
 from megatron_lightning.layers.shared_rows import conditions, entry, ring
+from megatron_lightning.layers.shared_rows.conditions import dropout_of
 from megatron_lightning.layers.shared_rows.mixers import SharingRanks
 from megatron_lightning.layers.state_space.segments import Segments
 from megatron_lightning.layers.styles import DividedRows, GatheredTokens
@@ -207,6 +208,26 @@ def _long_rows() -> str:
     with shared.rows_of(64), pytest.raises(ConfigError) as refusal:
         model(input_ids=rows[:, :32])
     return str(refusal.value)
+
+
+def _with_a_rate() -> nn.Module:
+    module: Any = nn.Linear(2, 2)
+    module.dropout = 0.1
+    return module
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.MultiheadAttention(8, 2, dropout=0.1),
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout1d(0.1)),
+        _with_a_rate,
+    ],
+    ids=["rate", "channels", "attribute"],
+)
+def test_dropout_of_any_kind_is_found(make: Any) -> None:
+    assert dropout_of(nn.Sequential(make())) == 0.1
+    assert dropout_of(nn.Linear(2, 2)) == 0.0
 
 
 def test_a_window_of_an_unknown_name_is_found_in_its_mask() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from megatron_lightning.layers.shared_rows.places import changed
 
@@ -19,6 +20,7 @@ _REACHES = (
 )  # fmt: skip
 """Attributes of modules and configurations: how many tokens a query sees, or from which position on
 its scores are scaled."""
+_DROPOUT_RATES = ("attention_dropout", "dropout", "dropout_p", "dropout_prob")
 _SMALLEST_REACH, _LONGEST_REACH = 7, 10
 _16_BITS = (torch.bfloat16, torch.float16)
 
@@ -84,11 +86,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def dropout_of(module: nn.Module) -> float:
-    """Return the largest dropout in a module, of its children or by its own rates."""
-    own: Any = module
-    rates = [getattr(own, "attention_dropout", 0.0), getattr(own, "dropout_prob", 0.0)]
-    rates += [child.p for child in module.modules() if isinstance(child, nn.Dropout)]
-    return max(rate for rate in rates if isinstance(rate, float))
+    """Return the largest dropout in a module, of dropout layers or of rates by their names."""
+    children = list(module.modules())
+    rates = [child.p for child in children if isinstance(child, _DropoutNd)]
+    rates += [vars(child).get(name) for child in children for name in _DROPOUT_RATES]
+    return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
 
 
 def has_16_bits(module: nn.Module) -> bool:

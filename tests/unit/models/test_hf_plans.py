@@ -3,6 +3,7 @@ process starts."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -111,6 +112,19 @@ def _with_own_forward() -> Any:
     return model
 
 
+def _with_wrapped_forward() -> Any:
+    model = _llama()
+    known = model.model.norm.forward
+    model.model.norm.forward = functools.wraps(known)(lambda x: known(x.roll(1, 1)))
+    return model
+
+
+def _with_own_method() -> Any:
+    model = _llama()
+    model.model.rotary_emb.positions = lambda x: x.roll(1, 1)
+    return model
+
+
 def _with_own_layer() -> Any:
     class Norm(nn.Module):
         def forward(self, x: Any) -> Any:
@@ -128,9 +142,11 @@ def _with_own_layer() -> Any:
         (lambda: _Changed(_llama().config), None),
         (lambda: _Rolls(_llama().config), "forward"),
         (_with_own_forward, "model.norm.forward"),
+        (_with_wrapped_forward, "model.norm.forward"),
+        (_with_own_method, "model.rotary_emb.positions"),
         (_with_own_layer, "model.norm.forward"),
     ],
-    ids=["family", "renamed", "subclass", "method", "layer"],
+    ids=["family", "renamed", "subclass", "forward", "wrapped", "method", "layer"],
 )
 def test_a_family_is_known_by_its_own_code(make: Any, code: str | None) -> None:
     """Context-parallel ranks believe a family's name for its own code alone."""
