@@ -88,7 +88,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def dropout_of(module: nn.Module) -> float:
     """Return the largest dropout in a module, of dropout layers or of rates by their names."""
     children = list(module.modules())
-    rates = [child.p for child in children if isinstance(child, _DropoutNd)]
+    rates: list[object] = [child.p for child in children if isinstance(child, _DropoutNd)]
     rates += [vars(child).get(name) for child in children for name in _DROPOUT_RATES]
     return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
 
