@@ -287,7 +287,7 @@ class AutoBridge(FolderModel):
             init_from_hf=self.origin,
             revision=self.revision,
             family=self._family,
-            trust_remote_code=self._trusts,
+            trust_remote_code=self.trusts,
             **options,
         )
 

@@ -174,9 +174,13 @@ def plan_of_model(model: nn.Module) -> Plan:
             f"{type(model).__name__} did not come from a Hugging Face folder, so its names there "
             "are unknown. Make it by AutoBridge.from_hf_pretrained(path).to_model()."
         )
-    # A model from remote code runs the folder's code already.
-    trusts = type(model).__module__.startswith("transformers_modules")
-    return AutoBridge.from_kept(folders[""], trust_remote_code=trusts).plan()
+    return AutoBridge.from_kept(folders[""], trust_remote_code=runs_own_code(model)).plan()
+
+
+def runs_own_code(model: nn.Module) -> bool:
+    """Return whether a model came from code of its folder, which is trusted then."""
+    parts = (model, getattr(model, "config", None))
+    return any(type(part).__module__.startswith("transformers_modules") for part in parts)
 
 
 def save_model(

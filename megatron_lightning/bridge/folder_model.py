@@ -106,7 +106,8 @@ class FolderModel:
             del self.config.quantization_config
         if change.settings:
             self.config = with_overrides(self.config, dict(change.settings))
-        self._trusts = trust_remote_code
+        self.trusts = trust_remote_code
+        """Whether code in the folder may run."""
         self.origin = str(path) if origin is None else origin
         """The user's name of the folder."""
         self.revision = revision
@@ -153,7 +154,7 @@ class FolderModel:
         names = list(getattr(self.config, "architectures", None) or ())
         if self._change.architecture is not None:
             names = [self._change.architecture]
-        remote = getattr(self.config, "auto_map", {}) if self._trusts else {}
+        remote = getattr(self.config, "auto_map", {}) if self.trusts else {}
         if "AutoModelForCausalLM" in remote:
             require("transformers", HF_FOLDER)
             from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -179,7 +180,7 @@ class FolderModel:
         if self._kept is not None:
             return self._kept
         # Code from the folder may save buffers of the same names.
-        folder = HuggingFaceFolder(self.path, has_stale=self._trusts)
+        folder = HuggingFaceFolder(self.path, has_stale=self.trusts)
         settings = self._quantization
         return folder if settings is None else DequantizedFolder(folder, settings)
 
@@ -262,7 +263,7 @@ class FolderModel:
         # In the folder's dtypes: a cast there and back would round.
         model = self.lazy_model(dtype="auto")
         if self._change != UNCHANGED:
-            return type(self).from_kept(self.keep(model), trust_remote_code=self._trusts).plan()
+            return type(self).from_kept(self.keep(model), trust_remote_code=self.trusts).plan()
         parameters = lazy_parameters(model)
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         pieces = inverse(self.folder, parameters, ignored, tied_parameters(model))
@@ -328,7 +329,7 @@ class FolderModel:
     @property
     def _all_options(self) -> dict[str, Any]:
         return {
-            "trust_remote_code": self._trusts,
+            "trust_remote_code": self.trusts,
             "family": self._family,
             "attn_implementation": self._options.get("attn_implementation"),
             "origin": self.origin,

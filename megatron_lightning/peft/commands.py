@@ -32,7 +32,13 @@ from megatron_lightning.peft.merged_models import (
     write_tensors,
 )
 from megatron_lightning.peft.record import PEFT
-from megatron_lightning.peft.sources import read_saved, record_of, with_exact_scales
+from megatron_lightning.peft.sources import (
+    check_apart,
+    read_saved,
+    record_of,
+    rounding_of,
+    with_exact_scales,
+)
 from megatron_lightning.peft.texts import card, stops
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -57,8 +63,10 @@ def export(
 
     Raises:
         CheckpointError: If the source has no adapters, or the target exists.
+        ConfigError: If the adapters were trained inside of a rounding.
     """
     adapters = read_saved(source)
+    check_apart(rounding_of(source))
     files = _tokenizer_files(source)
     files |= stops(files, chat_template) | card(adapters, Path(target).name, merged=False)
     folder.write_folder(target, adapters, dtype=_dtype(dtype), overwrite=overwrite, files=files)

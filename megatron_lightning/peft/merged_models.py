@@ -5,6 +5,7 @@ a ``GPTLightningModule``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,8 +42,8 @@ from megatron_lightning.peft.fitting import check_tied, differing_copies, fitted
 from megatron_lightning.peft.merge import deltas_of, merged_fills
 from megatron_lightning.peft.record import PEFT
 from megatron_lightning.peft.saved import SavedAdapters
-from megatron_lightning.peft.sources import record_of
-from megatron_lightning.precision.served.qat import Record, read_qat
+from megatron_lightning.peft.sources import record_of, rounding_of
+from megatron_lightning.precision.served.qat import QAT_RECORD, described
 
 _CHUNK_BYTES = 64 << 20
 
@@ -156,11 +157,16 @@ def write_merged(
     fills = _merged(own, base.fills, base.model)
     tensors = base.plan.tensors(fills, dtype)
     like: FolderTensors = base.plan.folder
-    record = None if folder.is_folder(source) else _rounding(source)
+    record = rounding_of(source)
     if record is not None and dtype is None:
         rounded = TrainedWeights.of(base.plan, fills, record)
-        like = rounded.folder(like, tensors)
+        like = rounded.folder(like, tensors, trust_remote_code=base.bridge.trusts)
         tensors = like.tensors
+    elif record is not None:
+        print(
+            f"{target} is without the rounding of the training ({described(record.qat)}), since "
+            "--dtype is set. Leave it out for the trained forward."
+        )
     size = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
     with progress_bar("merging", size) as advance:
         write_folder(
@@ -172,12 +178,6 @@ def write_merged(
             advance=advance,
         )
     return list(copies)
-
-
-def _rounding(source: str) -> Record | None:
-    """Return the rounding in which a checkpoint's adapters were trained. None: none."""
-    opened = open_checkpoint(source)
-    return read_qat(opened.state(), source).get(record_of(opened, source).path)
 
 
 def _untied(base: BaseModel, copies: Mapping[str, str]) -> BaseModel:
@@ -255,12 +255,16 @@ def write_merged_gpt(
         return out
 
     state = opened.state()
+    # The forward rounds as the adapters' did, whatever the base's did.
+    record = rounding_of(source)
+    state[QAT_RECORD] = {} if record is None else {"model": record.entry()}
     # States of the adapters' training mean nothing to the merged weights.
     for key in (PEFT, "optimizer_states", "lr_schedulers", "callbacks", "loops"):
         state.pop(key, None)
     settings = state.get("hyper_parameters")
     if isinstance(settings, dict):
         settings["peft"] = None
+        settings["qat"] = None if record is None else asdict(record.qat)
     write_tensors(target, stored, read, state)
 
 

@@ -29,6 +29,8 @@ from megatron_lightning.peft.fitting import check_trainable, fitted
 from megatron_lightning.peft.lora import LoRA, applied_to
 from megatron_lightning.peft.record import EXPECTED_BASE, Record, base_of, read_records
 from megatron_lightning.peft.saved import Factors, SavedAdapters, adapters_of_module
+from megatron_lightning.precision.served.qat import Record as Rounded
+from megatron_lightning.precision.served.qat import described, qat_of, read_qat
 
 MODULE = "state_dict."
 
@@ -67,6 +69,28 @@ def record_of(source: CheckpointSource, path: str, model: str | None = None) -> 
             "a folder of peft."
         )
     return matches[0]
+
+
+def rounding_of(path: str | os.PathLike[str]) -> Rounded | None:
+    """Return the rounding in which adapters were trained. None: none, as in folders."""
+    if folder.is_folder(path):
+        return None
+    source = open_checkpoint(path)
+    return read_qat(source.state(), str(path)).get(record_of(source, str(path)).path)
+
+
+def check_apart(rounded: Rounded | None) -> None:
+    """Check that adapters may leave their base.
+
+    Raises:
+        ConfigError: If they were trained inside of the rounding, where no reader adds them.
+    """
+    if rounded is not None:
+        raise ConfigError(
+            f"the adapters were trained with {described(rounded.qat)} inside of the rounding, and "
+            "readers of peft's folders add them to other weights. Write the whole model: "
+            "megatron-lightning adapters merge CHECKPOINT FOLDER."
+        )
 
 
 def prefix_of(record: Record) -> str:
@@ -113,11 +137,12 @@ def save_adapters(
         overwrite: Whether an existing folder is replaced.
 
     Raises:
-        ConfigError: If the module has no adapters, or is a part of the model.
+        ConfigError: If the module has no adapters, is a part of the model, or rounds weights.
         CheckpointError: If the folder exists.
     """
     place, adapters = adapters_of_module(module)
     model = module.get_submodule(place)
+    check_apart(qat_of(model).get(""))
     base = replace(base_of(model), digest=digest_of_base(model))
     folder.write_folder(path, replace(adapters, base=base), dtype=dtype, overwrite=overwrite)
 

@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from megatron_lightning.assembly.state.full_state import FullState
-from megatron_lightning.bridge.export_model import model_with_folder, plan_of_model
+from megatron_lightning.bridge.export_model import model_with_folder, plan_of_model, runs_own_code
 from megatron_lightning.bridge.folder_model import Plan
 from megatron_lightning.bridge.folders.export import write_folder
 from megatron_lightning.bridge.folders.folder import FolderTensors
@@ -65,8 +65,7 @@ class LiveFolder:
         self._context = context
         self._like = plan.folder
         self._dtype = dtype
-        # A model from remote code runs the folder's code already.
-        self._trusts = type(chosen).__module__.startswith("transformers_modules")
+        self._trusts = runs_own_code(chosen)
         module_state = full_state(chosen)
         fills = merged_fills(
             fills_of_ranks(module_state, plan.parameters), _deltas(chosen, module_state)
@@ -182,7 +181,8 @@ class FoldersOfCheckpoints:
         like: FolderTensors = kept_folders(self._module)[place]
         record = read_qat(source.state(), path).get(place)
         if record is not None:
-            folder = TrainedWeights.of(plan, fills, record).folder(like, tensors)
+            rounded = TrainedWeights.of(plan, fills, record)
+            folder = rounded.folder(like, tensors, trust_remote_code=runs_own_code(model))
             like, tensors = folder, folder.tensors
         write_folder(target, like, tensors, overwrite=True, group=group)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.bridge import AutoBridge, commands
 from megatron_lightning.bridge.low_bit.schemes import Recipe, config_entry
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.checkpoint import open_checkpoint
+from megatron_lightning.config import CheckpointOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Engine
 from megatron_lightning.layers.adapters.adapter_layers import adapters_for_second_half
@@ -29,6 +31,7 @@ from megatron_lightning.modules import (
     HuggingFaceModule,
 )
 from megatron_lightning.peft import LoRA
+from megatron_lightning.peft.commands import export as adapters_export
 from megatron_lightning.peft.commands import merge as adapters_merge
 from megatron_lightning.precision import QAT
 from megatron_lightning.precision.served import gemm as served_gemm
@@ -37,7 +40,7 @@ from megatron_lightning.precision.served.inputs import (
     InputName,
     rounded_inputs,
 )
-from megatron_lightning.precision.served.qat import qat_of
+from megatron_lightning.precision.served.qat import qat_of, read_qat
 from megatron_lightning.precision.served.values import ServedFormat, encode, fused_with
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.layouts import token_rows
@@ -396,27 +399,86 @@ def _deltas(layer: Any, num_groups: int) -> list[torch.Tensor]:
     return [torch.cat(grouped, 1).flatten(0, 1)]
 
 
-@pytest.mark.parametrize("kind", ["hf", "gpt"])
-def test_merged_adapters_are_the_trained_forward(source: Path, tmp_path: Path, kind: str) -> None:
+CODE = """
+from transformers import MistralConfig, MistralForCausalLM
+
+class Config(MistralConfig):
+    model_type = "house"
+
+class Model(MistralForCausalLM):
+    config_class = Config
+"""
+
+
+def _with_code(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    (target / "code.py").write_text(CODE)
+    config: dict[str, Any] = json.loads((target / "config.json").read_text())
+    config |= {"model_type": "house", "architectures": ["Model"]}
+    config["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+@pytest.mark.parametrize("kind", ["hf", "gpt", "code"])
+def test_merged_adapters_are_the_trained_forward(
+    source: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trusts = {"trust_remote_code": True} if kind == "code" else {}
+    if kind == "code":
+        source = _with_code(source, tmp_path / "source")
     options: dict[str, Any] = {
         "qat": QAT("int4", group_size=32), "peft": LoRA(r=4), "learning_rate": 3e-2,
     }  # fmt: skip
     module: Any = (
-        HuggingFaceModule(str(source), **options)
-        if kind == "hf"
-        else GPTLightningModule(init_from_hf=str(source), **options)
+        GPTLightningModule(init_from_hf=str(source), **options)
+        if kind == "gpt"
+        else HuggingFaceModule(str(source), **options, **trusts)
     )
-    run = trainer(MegatronStrategy(), max_steps=3)
+    also = CheckpointOptions(also_save_hf="every" if kind == "code" else None)
+    run = trainer(MegatronStrategy(checkpoint_options=also), max_steps=3)
     run.fit(module, _rows(12))
     (metrics,) = run.validate(module, _rows(), verbose=False)
-    run.save_checkpoint(tmp_path / "run.ckpt")
+    path = str(tmp_path / "run.ckpt")
+    run.save_checkpoint(path)
     run.strategy.save_hf_pretrained(tmp_path / "live")
-    adapters_merge(str(tmp_path / "run.ckpt"), str(tmp_path / "served"), base=str(source))
+    adapters_merge(path, str(tmp_path / "served"), base=str(source), **trusts)
+    assert "without the rounding" not in capsys.readouterr().out
+    if kind == "hf":
+        adapters_merge(path, str(tmp_path / "plain"), base=str(source), dtype="float32")
+        assert "is without the rounding of the training (qat=int4, group" in capsys.readouterr().out
+        with pytest.raises(ConfigError, match=r"qat=int4.* inside of the rounding.*adapters merge"):
+            adapters_export(path, str(tmp_path / "apart"))
     config = json.loads((tmp_path / "served" / "config.json").read_text())
     assert config["quantization_config"]["format"] == "pack-quantized"
-    for path in ("served", "live"):
-        model: Any = AutoBridge.from_hf_pretrained(tmp_path / path).to_model(dtype=torch.float32)
-        assert _loss(model) == pytest.approx(metrics["val_loss"], rel=1e-5), path
+    written = ["served", "live", *(["run.ckpt/hugging_face"] if kind == "code" else [])]
+    for folder in written:
+        bridge = AutoBridge.from_hf_pretrained(tmp_path / folder, **trusts)
+        model: Any = bridge.to_model(dtype=torch.float32)
+        assert _loss(model) == pytest.approx(metrics["val_loss"], rel=1e-5), folder
+
+
+def test_a_gpt_merged_into_its_base_rounds_as_the_adapters_did(tmp_path: Path) -> None:
+    sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4}
+    config = TransformerConfig(**sizes, vocab_size=VOCABULARY, max_sequence_length=16)  # type: ignore[arg-type]
+    losses = {}
+    for name, options in {
+        "base": {"learning_rate": 0.0},
+        "adapted": {"learning_rate": 3e-2, "peft": LoRA(r=4), "qat": QAT("mxfp4")},
+    }.items():
+        torch.manual_seed(0)
+        module = GPTLightningModule(config, **options)  # type: ignore[arg-type]
+        run = trainer(MegatronStrategy(), max_steps=2)
+        run.fit(module, _rows())
+        (losses[name],) = run.validate(module, _rows(), verbose=False)
+        run.save_checkpoint(tmp_path / name)
+    base, merged = str(tmp_path / "base"), str(tmp_path / "merged")
+    adapters_merge(str(tmp_path / "adapted"), merged, base=base)
+    module = GPTLightningModule.load_from_checkpoint(merged)
+    assert module.qat == QAT("mxfp4")
+    assert read_qat(open_checkpoint(merged).state())["model"].qat == module.qat
+    (metrics,) = trainer().validate(module, _rows(), verbose=False)
+    assert metrics["val_loss"] == pytest.approx(losses["adapted"]["val_loss"], rel=1e-5)
 
 
 def test_a_reference_in_half_of_the_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
