@@ -39,6 +39,10 @@ class RunModel(Protocol):
     def reads_scores(self) -> bool:
         """Whether the loss reads scores of a reference from the data."""
 
+    @property
+    def reads_margins(self) -> bool:
+        """Whether the loss reads margins of pairs from the data."""
+
     def tokenizer(self, new_tokens: Sequence[str] = ()) -> ChatTokenizer | None:
         """Return the tokenizer in the model's folder. None: there is no folder."""
 

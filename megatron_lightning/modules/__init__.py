@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from megatron_lightning.modules.masked_data import MaskedDataModule
     from megatron_lightning.modules.masked_module import MaskedLanguageModule
     from megatron_lightning.modules.post_training.policy import PolicyModule
+    from megatron_lightning.modules.post_training.reward import RewardModule
+    from megatron_lightning.modules.post_training.reward_model import RewardModel
     from megatron_lightning.modules.post_training.rollout_data import RolloutDataModule
     from megatron_lightning.modules.post_training.tool_environment import ToolEnvironment
     from megatron_lightning.modules.post_training.unpaired_data import UnpairedDataModule
@@ -33,6 +35,8 @@ __all__ = [
     "PolicyModule",
     "PreferenceDataModule",
     "PretrainDataModule",
+    "RewardModel",
+    "RewardModule",
     "RolloutDataModule",
     "ToolEnvironment",
     "Turn",
@@ -53,6 +57,8 @@ lazy_attributes(
         "PolicyModule": "megatron_lightning.modules.post_training.policy",
         "PreferenceDataModule": "megatron_lightning.modules.preference_data",
         "PretrainDataModule": "megatron_lightning.modules.pretrain_data",
+        "RewardModel": "megatron_lightning.modules.post_training.reward_model",
+        "RewardModule": "megatron_lightning.modules.post_training.reward",
         "RolloutDataModule": "megatron_lightning.modules.post_training.rollout_data",
         "ToolEnvironment": "megatron_lightning.modules.post_training.tool_environment",
         "Turn": "megatron_lightning.data.rollouts.environments",

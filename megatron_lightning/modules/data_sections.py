@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -136,10 +137,10 @@ def _model_facts(section: Any, *, needs_vocabulary: bool) -> ModelFacts | None:
     if section is None:
         return ModelFacts()
     kind, options = _class_and_options(section)
-    if kind in ("DPOModule", "DistillationModule", "PolicyModule"):
+    if kind in ("DPOModule", "DistillationModule", "PolicyModule", "RewardModule"):
         facts = _model_facts(options.get("model"), needs_vocabulary=needs_vocabulary)
-        is_scored = options.get("reference") == "scores"
-        return facts and ModelFacts(**{**vars(facts), "reads_scores": is_scored})
+        is_scored, is_reward = options.get("reference") == "scores", kind == "RewardModule"
+        return facts and replace(facts, reads_scores=is_scored, reads_margins=is_reward)
     folder = options.get("init_from_hf" if kind == "GPTLightningModule" else "path")
     if kind in ("HuggingFaceModule", "MaskedLanguageModule") and isinstance(folder, str):
         return ModelFacts(folder=_folder(folder, options))

@@ -27,6 +27,12 @@ from megatron_lightning.models.teacher_student import ReferencePair
 from megatron_lightning.models.token_outputs import losses_and_router_loss, token_losses_of
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.modules.objective import Template, template_of
+from megatron_lightning.modules.post_training.pairs import (
+    log_rewards,
+    num_pairs,
+    padding_of,
+    rows_of,
+)
 from megatron_lightning.modules.post_training.reference import (
     Reference,
     chosen_reference,
@@ -146,18 +152,18 @@ class DPOModule(UnpairedModule):
         """Return the number of pairs, or of single answers."""
         if self.has_explicit_steps:
             return super().num_items(batch)
-        return torch.tensor(len(batch["chosen"]), device=batch["chosen"].device)
+        return num_pairs(batch)
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         """Return the padding [2 b, s] of the rows, if the data state it."""
-        names = ("chosen_padding", "rejected_padding")
-        return {"padding": torch.cat([batch[n] for n in names])} if names[0] in batch else {}
+        padding = padding_of(batch)
+        return {} if padding is None else {"padding": padding}
 
     def _scores(self, batch: Batch) -> tuple[AnswerScores, Tensor | None, Tensor | None]:
         """Return the log-probabilities of the answers under the model, [b, 2] under the reference,
         and the balancing loss of an untouched model that has one.
         """
-        tokens, labels = _rows_of(batch)
+        tokens, labels = rows_of(batch, type(self).__name__)
         inputs = self._inputs(batch)
         reference: Tensor | None = None
         balancing: Tensor | None = None
@@ -212,22 +218,12 @@ class DPOModule(UnpairedModule):
         """Log the rewards of the answers."""
         if self._trainer is None:
             return
-        prefix = "" if self.trainer.training else "test_" if self.trainer.testing else "val_"
         rewards = policy.log_probs.detach()
         if reference is not None:
             rewards = rewards - reference
         elif not self.preference_loss.needs_reference:
             rewards = policy.means.detach()
-        rewards = self.preference_loss.beta * rewards
-        difference = rewards[:, 0] - rewards[:, 1]
-        values = {
-            "rewards_chosen": rewards[:, 0].mean(),
-            "rewards_rejected": rewards[:, 1].mean(),
-            "rewards_margin": difference.mean(),
-            "rewards_accuracy": (difference > 0).float().mean(),
-        }
-        for name, value in values.items():
-            self.log(f"{prefix}{name}", value, sync_dist=True, batch_size=len(rewards))
+        log_rewards(self, self.preference_loss.beta * rewards)
 
     # ------------------------------------------------------------------------------- the reference
 
@@ -260,7 +256,7 @@ class DPOModule(UnpairedModule):
         """Return the log-probabilities of the answers under the model: ``{"pair": [b], "scores":
         [b, 2]}``.
         """
-        tokens, labels = _rows_of(batch)
+        tokens, labels = rows_of(batch, type(self).__name__)
         if isinstance(self.model, ReferencePair):
             _, losses = self.model(tokens, labels, **self._inputs(batch))
         else:
@@ -292,21 +288,6 @@ class DPOModule(UnpairedModule):
             merged = {number: scores for part in found for number, scores in part.items()}
             rank_zero_info(f"scores of {len(merged)} pairs: {data.write_scores(merged)}")
         self.trainer.strategy.barrier("scores")
-
-
-def _rows_of(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return tokens and labels [2 b, s] of the chosen answers, followed by the rejected answers.
-
-    Raises:
-        ConfigError: If the batch has no pairs.
-    """
-    if "chosen" not in batch:
-        raise ConfigError(
-            f"the batch has no pairs of answers, but {', '.join(batch)}. Set PreferenceDataModule "
-            "as the data of a DPOModule, or train the inner model itself."
-        )
-    tokens = torch.cat([batch["chosen"], batch["rejected"]])
-    return tokens, torch.cat([batch["chosen_labels"], batch["rejected_labels"]])
 
 
 def _reference(

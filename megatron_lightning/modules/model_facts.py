@@ -87,12 +87,14 @@ class ModelFacts:
         vocab_size: Size of the vocabulary, if a ``TransformerConfig`` says it.
         fills_experts: Whether experts are filled to a capacity.
         reads_scores: Whether the loss reads scores of a reference from the data.
+        reads_margins: Whether the loss reads margins of pairs from the data.
     """
 
     folder: ModelFolder | None = None
     vocab_size: int | None = None
     fills_experts: bool = False
     reads_scores: bool = False
+    reads_margins: bool = False
 
     @classmethod
     def of_module(cls, module: Any) -> ModelFacts:
@@ -106,6 +108,7 @@ class ModelFacts:
             vocab_size=size if isinstance(size, int) else None,
             fills_experts=moe is not None and moe.pad_expert_input_to_capacity,
             reads_scores=getattr(module, "reference", None) == "scores",
+            reads_margins=getattr(module, "reads_margins", False) is True,
         )
 
     def tokenizer(self, new_tokens: Sequence[str] = ()) -> ChatTokenizer | None:

@@ -12,7 +12,8 @@ from megatron_lightning.modules.finetune_data import FinetuneDataModule
 class PreferenceDataModule(FinetuneDataModule, PreferenceData):
     """Batches ``{"chosen", "chosen_labels", "chosen_padding", "rejected", "rejected_labels",
     "rejected_padding": [b, s], "pair": [b]}`` from prompts with a chosen and a rejected answer.
-    With ``scores`` also ``"scores": [b, 2]``.
+    With ``scores`` also ``"scores": [b, 2]``, and for a :class:`RewardModule` ``"margin": [b]``, if
+    the rows have margins.
 
     A row has ``chosen`` and ``rejected``, and usually ``prompt``. Each is text, or a list of
     messages rendered by the chat template. Without ``prompt`` the common first messages of the two

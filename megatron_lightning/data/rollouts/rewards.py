@@ -30,8 +30,9 @@ class Rewards:
     """Functions ``reward(prompt, answer, row) -> float | None`` by name.
 
     Args:
-        functions: Functions, classes of objects that are called, or their class paths; by name, or
-            named by themselves.
+        functions: Functions, classes of objects that are called, or their class paths, with
+            arguments as ``{"class_path": ..., "init_args": {...}}``; by name, or named by
+            themselves.
         timeout_s: Seconds after which an answer has no reward.
 
     Raises:
@@ -146,12 +147,17 @@ def _as_exception(error: BaseException) -> Exception:
 
 
 def _name_of(one: Any) -> str:
+    if isinstance(one, Mapping):
+        one = str(one.get("class_path"))
     if isinstance(one, str):
         return one.rpartition(".")[2]
     return getattr(one, "__name__", type(one).__name__)
 
 
 def _imported(one: Any) -> Callable[..., Any]:
+    options: dict[str, Any] = {}
+    if isinstance(one, Mapping):
+        options, one = dict(one.get("init_args") or {}), str(one.get("class_path"))
     if isinstance(one, str):
         module, _, name = one.rpartition(".")
         try:
@@ -161,7 +167,9 @@ def _imported(one: Any) -> Callable[..., Any]:
                 f"the reward {one!r} cannot be imported ({error}). Set it to the class path of a "
                 "function reward(prompt, answer, row), such as my_rewards.is_right."
             ) from error
-    one = one() if inspect.isclass(one) else one
+    if options and not inspect.isclass(one):
+        raise ConfigError(f"the reward {one!r} is no class, and has init_args. Leave them out.")
+    one = one(**options) if inspect.isclass(one) else one
     if not callable(one):
         raise ConfigError(f"the reward {one!r} is no function. Set it to one, or to a class path.")
     found: Callable[..., Any] = one

@@ -20,8 +20,8 @@ class RolloutOptions:
         prompts: File, folder, pattern or data set with the rows to sample answers of. See
             :func:`megatron_lightning.data.rollouts.prompts.prompt_of`.
         rewards: Functions ``reward(prompt, answer, row) -> float | None``, ordinary or
-            asynchronous, or their class paths: a list, or a mapping of names. They run once a
-            replica.
+            asynchronous, or their class paths, with ``init_args`` beside ``class_path`` for a class
+            such as ``RewardModel``: a list, or a mapping of names. They run once a replica.
         reward_weights: Factor of each reward. Default: 1.
         num_generations: Answers of a prompt.
         replay: Recorded generations in the place of prompts: a file, a folder or a pattern. A file

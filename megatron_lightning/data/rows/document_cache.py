@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from megatron_lightning.data.chat.chat_encoding import MISSING, Encoder
 from megatron_lightning.data.chat.documents import Documents
 from megatron_lightning.data.indexed.atomic_files import atomic_write
 from megatron_lightning.data.rows.row_report import warning_of
-from megatron_lightning.data.rows.sources import file_stamps, load_dataset, read_rows
+from megatron_lightning.data.rows.sources import Row, file_stamps, load_dataset, read_rows
 from megatron_lightning.errors import ConfigError, DataError
 
 
@@ -51,9 +51,12 @@ class DocumentCache:
                 return documents, None
             warning = warning_of(path, documents)  # images may be there by now
             return documents, f"{warning} Remove {folder} to look for them again."
-        rows = read_rows(path, split=self._split, subset=self._subset)
-        documents = Documents.build(folder, encoder.documents(rows), encoder.counts)
+        documents = Documents.build(folder, encoder.documents(self.rows(path)), encoder.counts)
         return documents, warning_of(path, documents)
+
+    def rows(self, path: str) -> Iterator[Row]:
+        """Yield all rows of a source, of the split and subset of the data."""
+        return read_rows(path, split=self._split, subset=self._subset)
 
     def look_up(self, path: str) -> None:
         """Note the version of a data set on the Hub that the ranks of this node read, newly

@@ -85,6 +85,8 @@ class Pair(NamedTuple):
     """Position in all pairs of a data module."""
     scores: npt.NDArray[np.float32] | None
     """Log-probabilities of both answers under the reference [2]. None: unknown."""
+    margin: float | None = None
+    """Least difference wanted of a reward model's scores. None: the rows have none."""
 
 
 class Pairs(Sequence[Pair]):
@@ -94,10 +96,15 @@ class Pairs(Sequence[Pair]):
         documents: Chosen and rejected in turn.
         first: Number of the first pair in all pairs of the data module.
         scores: Log-probabilities of the answers of all pairs of the data module [N, 2].
+        margins: Of all rows of the source. None: they have none, or nobody reads them.
     """
 
     def __init__(
-        self, documents: Documents, first: int, scores: npt.NDArray[np.float32] | None
+        self,
+        documents: Documents,
+        first: int,
+        scores: npt.NDArray[np.float32] | None,
+        margins: npt.NDArray[np.float32] | None = None,
     ) -> None:
         self._documents = documents
         self._first = first
@@ -106,6 +113,7 @@ class Pairs(Sequence[Pair]):
         """Tokens of the longer answer of every pair, with the prompt."""
         self.rows: npt.NDArray[np.int64] = documents.rows[:: len(SIDES)]
         """Number of each pair's row in the source."""
+        self._margins = None if margins is None else margins[self.rows]
 
     def __len__(self) -> int:
         return len(self._documents) // len(SIDES)
@@ -113,15 +121,15 @@ class Pairs(Sequence[Pair]):
     def __getitem__(self, index: Any) -> Any:
         chosen, rejected = (self._documents[len(SIDES) * index + side] for side in (0, 1))
         number = self._first + int(index)
-        return Pair(
-            chosen, rejected, number, None if self._scores is None else self._scores[number]
-        )
+        scores = None if self._scores is None else self._scores[number]
+        margin = None if self._margins is None else float(self._margins[int(index)])
+        return Pair(chosen, rejected, number, scores, margin)
 
 
 class PairDataset(Dataset[dict[str, Tensor]]):
     """Samples ``{"chosen": [s], "chosen_labels": [s], "chosen_padding": [s], "rejected": [s],
     "rejected_labels": [s], "rejected_padding": [s], "pair": []}``. With a reference's scores also
-    ``"scores": fp32 [2]``.
+    ``"scores": fp32 [2]``, with margins also ``"margin": fp32 []``.
 
     Labels are shifted already. Labels are -100 in prompts and padding.
 
@@ -158,6 +166,8 @@ class PairDataset(Dataset[dict[str, Tensor]]):
             }
         if pair.scores is not None:
             sample["scores"] = torch.from_numpy(np.array(pair.scores, np.float32))
+        if pair.margin is not None:
+            sample["margin"] = torch.tensor(pair.margin)
         return sample
 
 

@@ -20,10 +20,10 @@ from megatron_lightning.data.rows.preference import (
     Pairs,
     ScoreFile,
 )
-from megatron_lightning.data.rows.preference_rows import SIDES
+from megatron_lightning.data.rows.preference_rows import SIDES, margins_of
 from megatron_lightning.data.rows.row_options import PreferenceOptions, RowOptions
 from megatron_lightning.data.run_data import Batch
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.errors import ConfigError, DataError
 
 
 class PreferenceData(FinetuneData):
@@ -68,7 +68,26 @@ class PreferenceData(FinetuneData):
         if self._reads_scores:
             scores = self._score_file().read(int(firsts[-1]))
         starts = firsts[:-1].tolist()
-        return [Pairs(part, at, scores) for part, at in zip(documents, starts, strict=True)]
+        parts = zip(documents, starts, self._margins(), strict=True)
+        return [Pairs(part, at, scores, margins) for part, at, margins in parts]
+
+    def _margins(self) -> Sequence[npt.NDArray[np.float32] | None]:
+        """Return the margins of the rows of each source, if the model reads margins.
+
+        Raises:
+            DataError: If some rows have a margin, and others have none.
+        """
+        paths = (*self.paths, *self.val_paths)
+        if not self._model().reads_margins:
+            return [None] * len(paths)
+        found = {path: margins_of(self._cache.rows(path)) for path in paths}
+        without = [path for path, margins in found.items() if margins is None]
+        if without and len(without) < len(found):
+            raise DataError(
+                f"{without[0]}: the rows have no margin, and those of other files have one. Write "
+                "a number in all rows, 0 for none, or in no row."
+            )
+        return [None if one is None else np.array(one, np.float32) for one in map(found.get, paths)]
 
     def _score_file(self) -> ScoreFile:
         paths = (*self.paths, *self.val_paths)

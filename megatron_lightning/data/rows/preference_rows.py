@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
+from math import isfinite
 from typing import Any, cast
 
 from megatron_lightning.data.chat.conversations import (
@@ -54,6 +55,24 @@ def parse_pair(row: Row) -> tuple[Chat | Text, Chat | Text]:
         prompt, answers = _once(row, prompt, answers)
     chosen, rejected = (_behind(row, prompt, answer) for answer in answers)
     return chosen, rejected
+
+
+def margins_of(rows: Iterable[Row]) -> list[float] | None:
+    """Return the entry ``margin`` of each row. None: no row has one.
+
+    Raises:
+        DataError: If some rows have none, or one is no number.
+    """
+    given = [(row.where, row.fields.get("margin")) for row in rows if row.error is None]
+    if all(value is None for _, value in given):
+        return None
+    for where, value in given:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
+            raise DataError(
+                f"{where}: margin is {value!r}, and other rows have one; write a number in all "
+                "rows, 0 for none, or in no row"
+            )
+    return [float(value or 0.0) for _, value in given]
 
 
 def _answer(row: Row, side: str) -> list[Message]:

@@ -23,7 +23,7 @@ from megatron_lightning.data.rows.finetune_data import FinetuneData
 from megatron_lightning.data.rows.packed_rows import IGNORED, Part, Sources
 from megatron_lightning.data.rows.packing import Numbers, Rows
 from megatron_lightning.data.rows.row_options import RowOptions
-from megatron_lightning.data.rows.sources import Row, read_rows
+from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.errors import DataError
 
 
@@ -158,7 +158,7 @@ class UnpairedData(FinetuneData):
         parts, first = [], 0
         for path in (*self.paths, *self.val_paths):
             documents = self._documents(path)
-            labels = np.array([label_of(row) for row in read_rows(path)], np.bool_)
+            labels = np.array([label_of(row) for row in self._cache.rows(path)], np.bool_)
             parts.append(LabeledDocuments(documents, labels, first))
             first += len(documents)
         return parts
