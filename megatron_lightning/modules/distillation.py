@@ -50,6 +50,7 @@ class DistillationModule(ObjectiveModule):
         max_completion_length: Most tokens of such an answer.
         sampling_temperature: Divisor of the logits in sampling.
         end_ids: Ids of tokens that end an answer. Default: those of the model's folder.
+        seed: Seed of the choice of steps, and of the answers.
 
     Raises:
         ConfigError: If values contradict each other.
@@ -72,6 +73,7 @@ class DistillationModule(ObjectiveModule):
         max_completion_length: int = 512,
         sampling_temperature: float = 1.0,
         end_ids: list[int] | None = None,
+        seed: int = 0,
     ) -> None:
         if kind not in get_args(DivergenceKind):
             raise ConfigError(
@@ -102,6 +104,7 @@ class DistillationModule(ObjectiveModule):
             temperature=sampling_temperature,
             max_completion_length=max_completion_length,
             end_ids=end_ids,
+            seed=seed,
         )
         """Sampling of the student's answers."""
         self.has_explicit_steps = on_policy > 0
@@ -123,6 +126,7 @@ class DistillationModule(ObjectiveModule):
             max_completion_length=max_completion_length,
             sampling_temperature=sampling_temperature,
             end_ids=end_ids,
+            seed=seed,
         )
 
     def joined(self, models: Any) -> nn.Module:

@@ -21,7 +21,6 @@ and communicates nothing.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -200,14 +199,23 @@ class _JensenShannon(_OfStudent):
     ) -> Tensor:
         log_q = _log_softmax(student, vocabulary, temperature)
         log_p = _log_softmax(teacher, vocabulary, temperature).to(log_q.dtype)
-        log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+        # Ratios to the mixture, not its logarithm: where the models agree they are near 1.
+        difference = log_p - log_q
         p, q = log_p.exp(), log_q.exp()
-        of_teacher = _sum((p * (log_p - log_m)).masked_fill(p == 0, 0.0), vocabulary)
-        log_ratio = log_q - log_m
+        teacher_ratio = -_log_mixed(-difference, 1 - beta).masked_fill(p == 0, 0.0)
+        log_ratio = -_log_mixed(difference, beta).masked_fill(q == 0, 0.0)
+        of_teacher = _sum(p * teacher_ratio, vocabulary)
         of_student = _sum(q * log_ratio, vocabulary)
         gradient = q * (log_ratio - of_student[..., None])
         ctx.save_for_backward((gradient * ((1 - beta) / temperature)).to(student.dtype))
         return beta * of_teacher + (1 - beta) * of_student
+
+
+def _log_mixed(log_ratio: Tensor, weight: float) -> Tensor:
+    """Return log(weight e^x + 1 - weight) of log-ratios x, exact near 0 and without overflow."""
+    near = torch.log1p(weight * torch.expm1(log_ratio.clamp(max=1.0)))
+    far = log_ratio + torch.log1p((1 - weight) * torch.expm1(-log_ratio.clamp(min=1.0)))
+    return torch.where(log_ratio > 1.0, far, near)
 
 
 class _TopDivergence(_OfStudent):

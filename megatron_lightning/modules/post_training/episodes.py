@@ -23,6 +23,7 @@ from megatron_lightning.data.rollouts.environments import (
 )
 from megatron_lightning.data.rollouts.prompts import Prompt
 from megatron_lightning.data.rollouts.rollout_data import RolloutData
+from megatron_lightning.data.rollouts.seeds import seed_of
 from megatron_lightning.data.rollouts.turns import Message, Turns
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.inference.engine.text_model import Completion
@@ -34,8 +35,6 @@ ENVIRONMENT = "environment"
 """Name of the reward of an environment that gives a number."""
 Wanted = tuple[list[int], int, int]
 """Ids, most new tokens and seed of an open conversation."""
-_OF_TURN = 1 << 48
-"""Between the seeds of a sample's turns, beyond those of all samples."""
 
 
 @dataclass
@@ -156,7 +155,7 @@ class Episodes:
             (
                 [*one.prompt_ids, *one.ids],
                 self._budget - len(one.ids),
-                one.seed + _OF_TURN * one.num_turns,
+                seed_of(one.seed, one.num_turns),
             )
             for one in self.all
             if one.is_open
@@ -212,7 +211,7 @@ class Episodes:
                 episode.take_reward(found[number].value)
         scorable = [one for one in scorable if one.failure is None]
         names = dict.fromkeys(name for one in scorable for name in one.rewards)
-        functions = self._data.rewards
+        weights, functions = self._data.reward_weights or (), self._data.rewards
         if scorable and not names and not functions.functions:
             _log.warning(
                 "No environment has given a reward, and RolloutDataModule has no rewards, so that "
@@ -224,7 +223,8 @@ class Episodes:
         for episode, given in zip(scorable, scores, strict=False):
             episode.rewards |= given
         for episode in self.all:
-            every = dict.fromkeys([*(names or [ENVIRONMENT]), *functions.functions])
+            # A weighed reward that no sample of this replica has is known, and not scored.
+            every = dict.fromkeys([*(names or [ENVIRONMENT]), *weights, *functions.functions])
             episode.rewards = {**every, **episode.rewards}
 
     @property

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_lightning.config.value_checks import check_counts
 from megatron_lightning.data.rollouts.generation import Generation, Rollout
+from megatron_lightning.data.rollouts.seeds import seed_of
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine.uncached_loop import Sampling
 from megatron_lightning.modules.model_facts import ModelFacts
@@ -54,7 +55,7 @@ class OwnTexts:
 
     def is_step(self, step: int) -> bool:
         """Return whether the rows of an optimizer step are sampled."""
-        draws = torch.Generator().manual_seed((self.seed << 32) + step)
+        draws = torch.Generator().manual_seed(seed_of(self.seed, "step", step))
         return bool(torch.rand((), generator=draws) < self.share)
 
     def rows(self, trainer: pl.Trainer, model: Any, batch: Batch, number: int) -> Batch:
@@ -90,7 +91,7 @@ class OwnTexts:
             Sampling(
                 max_new_tokens=min(self.max_completion_length, longest + 1 - len(prompts[place])),
                 temperature=self.temperature,
-                seed=(self.seed << 32) + first + place * size,
+                seed=seed_of(self.seed, "row", first + place * size),
             )
             for place in places
         ]

@@ -16,10 +16,12 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.data.rollouts.generation import Generation, Rollout
 from megatron_lightning.data.rollouts.prompts import Prompt
 from megatron_lightning.data.rollouts.rollout_data import OVERLONG
+from megatron_lightning.data.rollouts.seeds import seed_of
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine.text_model import Completion
 from megatron_lightning.inference.engine.uncached_loop import Sampling
@@ -104,7 +106,23 @@ class RolloutSampler:
             "replaced_groups": float(num_replaced),
             **{name: float(count) for name, count in failures.items()},
         }
-        return Generation([row for slot in sorted(found) for row in found[slot]])
+        generation = Generation([row for slot in sorted(found) for row in found[slot]])
+        self._warn_of_unknown(generation)
+        return generation
+
+    def _warn_of_unknown(self, generation: Generation) -> None:
+        """Warn of weights of rewards that no row has, since environments name theirs in turns."""
+        unknown = [
+            name
+            for name in self._data.reward_weights or ()
+            if generation.reward(name).isnan().all()
+        ]
+        if unknown:
+            rank_zero_warn(
+                f"reward_weights has {', '.join(unknown)}, and no row of a generation has this "
+                "reward. Nothing was trained by it. Set reward_weights to names that the "
+                "environment gives."
+            )
 
     def _is_dull(self, group: Group) -> bool:
         rewards = Generation(group).rewards(self._data.reward_weights)
@@ -189,11 +207,8 @@ class RolloutSampler:
         return rows, episodes.counts
 
     def _seed(self, number: int, turn: int, slot: int) -> int:
-        """Return the seed of a group's first answer. No answer of a fit has the seed of another."""
-        options = self._data.options
-        rounds = number * (1 + options.dynamic_sampling) + turn
-        place = rounds * self._data.num_prompts + slot
-        return (options.seed << 32) + place * options.num_generations
+        """Return the seed of a group's first answer. Each further answer adds 1."""
+        return seed_of(self._data.options.seed, number, turn, slot)
 
     def _engine(self) -> Any:
         return self._strategy.engine(model=self._model, stops=self._data.end_ids)

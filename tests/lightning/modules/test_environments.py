@@ -9,15 +9,18 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.data.rollouts.environments import Hosted, call_all, close_all
 from megatron_lightning.data.rollouts.generation import Generation
+from megatron_lightning.data.rollouts.prompts import Prompt
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.modules import (
     GPTLightningModule,
@@ -25,6 +28,8 @@ from megatron_lightning.modules import (
     ToolEnvironment,
     Turn,
 )
+from megatron_lightning.modules.post_training import sampling
+from megatron_lightning.modules.post_training.episodes import Episode, Episodes
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.chats import CHATML, make_tokenizer, write_rows
 from tests.helpers.layouts import PP, TP, tiny_config
@@ -136,15 +141,16 @@ def test_turns_are_sampled_trained_and_replayed(tmp_path: Path) -> None:
     sampled = fit(str(tmp_path))
     rows = [row for file in _files(tmp_path) for row in file.rows]
     assert len(rows) == _closed["guess"] == 8
-    tokenizer = make_tokenizer()
+    tokenizer, nums_turns = make_tokenizer(), []
     for row in rows:
         assert len(row.ids) <= 90
         first = tokenizer.decode(row.prompt_ids)
         assert first.startswith("<|im_start|>user\nwhat is") and first.endswith("assistant\n")
         context = tokenizer.decode([i for i, m in zip(row.ids, row.mask, strict=True) if not m])
-        assert context.count("it has") == context.count("<|im_start|>assistant")
+        nums_turns.append(context.count("it has"))
+        assert nums_turns[-1] == context.count("<|im_start|>assistant")
         assert [one is None for one in row.logprobs] == [not m for m in row.mask]
-    assert max(len(row.ids) - sum(row.mask) for row in rows) >= 40  # two turns of the environment
+    assert max(nums_turns) == 2  # of the environment
     assert sampled.metrics[0]["turns"] > 2
     assert all(m["sampler_difference_max"] < 1e-5 for m in sampled.metrics)
     replayed = fit(str(tmp_path), of_data={"replay": f"{tmp_path}/rollouts/version_0"})
@@ -190,6 +196,40 @@ def test_environments_that_fail_are_counted_and_closed(tmp_path: Path) -> None:
     [file] = _files(tmp_path)
     rewards = [row.rewards["environment"] for row in file.rows]
     assert rewards.count(None) == 16 and all(one % 2.0 == 0.0 for one in rewards if one)
+
+
+class Rare(Guess):
+    """Names a reward in some turns only."""
+
+    async def step(self, messages: list[dict[str, str]], answer: str) -> Turn:
+        turn = await super().step(messages, answer)
+        return turn._replace(reward={"length": len(answer), **({"rare": 1.0} if turn.done else {})})
+
+
+def test_a_weighed_reward_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in all rows of a round."""
+    write(tmp_path)
+    of_data = {
+        "environment": f"{HERE}.Rare",
+        "reward_weights": {"rare": 2.0},
+        "max_turns": 1,
+        "dynamic_sampling": 1,
+    }
+    said: list[str] = []
+    monkeypatch.setattr(sampling, "rank_zero_warn", said.append)
+    fit(str(tmp_path), of_data=of_data, steps=1)
+    assert "reward_weights has rare, and no row" in said[0]
+    [file] = _files(tmp_path)
+    assert all(row.rewards["rare"] is None for row in file.rows)
+
+
+def test_turns_have_draws_of_their_own() -> None:
+    episode = Episode(Prompt([], [], {}), 3, SimpleNamespace())  # type: ignore[arg-type]
+    draws = []
+    for episode.num_turns in (0, 1, 2):
+        [(_, _, seed)] = Episodes._open(SimpleNamespace(all=[episode], _budget=8))  # type: ignore[arg-type]
+        draws.append(float(torch.rand((), generator=torch.Generator().manual_seed(seed))))
+    assert len(set(draws)) == 3
 
 
 def test_close_is_called_though_a_thread_hangs_or_a_task_is_not_cancelled() -> None:

@@ -46,7 +46,7 @@ def _rows() -> list[dict[str, Tensor]]:
 
 
 def fit(
-    options: dict[str, Any], data: int = 1, share: float = 1.0
+    options: dict[str, Any], data: int = 1, share: float = 1.0, *, seed: int = 0, steps: int = STEPS
 ) -> tuple[list[float], list[float], list[tuple[Tensor, Tensor]]]:
     """Train on the ranks of this process's group; return losses, norms and rows."""
     record = Losses()
@@ -58,9 +58,10 @@ def fit(
         on_policy=share,
         max_completion_length=6,
         end_ids=[*range(8)],
+        seed=seed,
     )
     rows: Any = _rows()
-    chosen = trainer(strategy, max_steps=STEPS, callbacks=[record])
+    chosen = trainer(strategy, max_steps=steps, callbacks=[record])
     chosen.fit(module, DataLoader(rows, batch_size=BATCH // data))
     return record.losses, record.norms, module.seen
 
@@ -83,6 +84,7 @@ def test_answers_are_the_students_and_micro_batches_do_not_matter() -> None:
         own = fit({"micro_batch_size": size})
         assert own[1] == pytest.approx(norms, rel=1e-5)
     assert len({labels.sum().item() for _, labels in seen}) == STEPS
+    assert not fit({}, seed=1, steps=1)[2][0][0].equal(seen[0][0])
 
 
 @pytest.mark.slow
@@ -101,6 +103,7 @@ def _on_ranks(options: dict[str, Any], data: int) -> list[float]:
 def test_a_share_of_the_steps_is_sampled() -> None:
     chosen = [OwnTexts(share=0.3).is_step(step) for step in range(1000)]
     assert 250 < sum(chosen) < 350
+    assert chosen != [OwnTexts(share=0.3, seed=1).is_step(step) for step in range(1000)]
     _, _, seen = fit({}, share=0.5)
     rows = torch.stack([row["tokens"] for row in _rows()]).view(STEPS, BATCH, -1)[..., :12]
     own = [not tokens[:, :12].equal(given) for (tokens, _), given in zip(seen, rows, strict=True)]

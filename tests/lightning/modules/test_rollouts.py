@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.data.rollouts.generation import Generation
@@ -19,6 +21,7 @@ from megatron_lightning.data.rollouts.rewards import Rewards
 from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.modules import GPTLightningModule, RolloutDataModule
+from megatron_lightning.modules.post_training.sampling import RolloutSampler
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.layouts import PP, TP, tiny_config
 from tests.helpers.policies import Policy
@@ -151,6 +154,16 @@ def test_every_layout_samples_and_trains_alike(tmp_path: Path, layout: str) -> N
     texts = [[row.ids for row in file.rows] for file in _files(tmp_path)]
     paths = sorted((tmp_path / "own").iterdir())
     assert [[row.ids for row in Generation.read(str(path)).rows] for path in paths] == texts
+
+
+def test_seeds_have_draws_of_their_own() -> None:
+    draws = set()
+    for seed in (0, 1):
+        own: Any = SimpleNamespace(_data=SimpleNamespace(options=SimpleNamespace(seed=seed)))
+        for place in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)):
+            generator = torch.Generator().manual_seed(RolloutSampler._seed(own, *place))
+            draws.add(float(torch.rand((), generator=generator)))
+    assert len(draws) == 8
 
 
 def test_a_resume_within_a_generation_takes_the_rows_on_disk(tmp_path: Path) -> None:
