@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_lightning.callbacks.sample_text import SampleText
     from megatron_lightning.callbacks.spike_guard import SpikeGuard
     from megatron_lightning.callbacks.stage_timers import StageTimers, StragglerMonitor
+    from megatron_lightning.callbacks.statistics.layer_statistics import LayerStatistics
     from megatron_lightning.callbacks.throughput import SpeedMonitor, ThroughputMonitor
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "GarbageCollection",
     "GradientNormMonitor",
     "HangWatch",
+    "LayerStatistics",
     "LocalCopyCheckpoint",
     "MemoryMonitor",
     "MemorySnapshot",
@@ -75,6 +77,7 @@ lazy_attributes(
         "SpikeGuard": "megatron_lightning.callbacks.spike_guard",
         "StageTimers": "megatron_lightning.callbacks.stage_timers",
         "StragglerMonitor": "megatron_lightning.callbacks.stage_timers",
+        "LayerStatistics": "megatron_lightning.callbacks.statistics.layer_statistics",
         "SpeedMonitor": "megatron_lightning.callbacks.throughput",
         "ThroughputMonitor": "megatron_lightning.callbacks.throughput",
     },

@@ -33,6 +33,7 @@ from megatron_lightning.bridge.megatron_checkpoints.model_state import (
     state_of_folder,
 )
 from megatron_lightning.bridge.megatron_checkpoints.torch_dist import is_megatron
+from megatron_lightning.bridge.pruning.command import prune
 from megatron_lightning.bridge.verification import RoundTrip, compare_folders, round_trip
 from megatron_lightning.checkpoint.progress import progress_bar
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
@@ -400,7 +401,7 @@ def compare_dumps(
 COMMANDS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "import": import_, "export": export, "verify": verify, "compare": compare,
-        "compare-dumps": compare_dumps,
+        "compare-dumps": compare_dumps, "prune": prune,
     }
 )  # fmt: skip
 """Name of a tool -> function."""

@@ -318,6 +318,14 @@ def is_bound(module: nn.Module) -> bool:
     return mark is not None and mark.is_bound
 
 
+def is_recording(module: nn.Module) -> bool:
+    """Return whether a forward of the LightningModule ``module`` counts now. False in runs without
+    values and in repetitions of a strategy.
+    """
+    mark: CurrentMicrobatch | None = vars(module).get(_MARK)
+    return mark is None or mark.records
+
+
 def log_reports(
     module: nn.Module, loss: Tensor | None = None, *, prefix: str = "", **options: Any
 ) -> None:

@@ -14,7 +14,7 @@ launch | fit | started by itself, by torchrun or by srun
 run_recipe | fit --config NAME | recipe list prints the names
 distill | fit --model=DistillationModule
 quantize | - | quantized weights come from a fit with a recipe; convert export writes them
-prune | - | models are not pruned
+prune | convert prune | by the statistics of LayerStatistics
 export | convert export
 import | convert import
 convert_checkpoint | convert import, convert export

@@ -1,0 +1,1 @@
+"""Statistics of layers over the tokens of an evaluation."""

@@ -1,0 +1,80 @@
+"""Write statistics of a model's layers over an evaluation's tokens."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from megatron_lightning.bridge.pruning.statistics import Statistics
+from megatron_lightning.callbacks.dumps.parameters import context_of, run_of, specs_of
+from megatron_lightning.callbacks.statistics.sums import Division, LayerSums
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.step_report import is_recording
+from megatron_lightning.parallel.shards.other_stages import present_modules
+
+_BLOCK = re.compile(r"(|.+\.)decoder\.layers\.\d+")
+
+
+class LayerStatistics(pl.Callback):
+    """Write the statistics that ``megatron-lightning convert prune`` reads: sums over the tokens of
+    ``validate`` of the squares of linear layers' inputs, of experts' outputs, and of the cosines of
+    blocks. They are equal on every layout. Padding at the end of rows does not count.
+
+    The model is a ``GPTModel``.
+
+    Args:
+        path: The file of safetensors to write.
+
+    Raises:
+        ConfigError: If there is no ``GPTModel``, or experts are divided.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._sums: LayerSums | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_sums": None}
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put hooks on the blocks. All ranks call this."""
+        if trainer.sanity_checking:
+            return
+        matches = {n: (_BLOCK.fullmatch(n), child) for n, child in present_modules(pl_module)}
+        blocks = {n: child for n, (match, child) in matches.items() if match is not None}
+        if not trainer.strategy.reduce_boolean_decision(bool(blocks), all=False):
+            raise ConfigError(
+                f"{type(pl_module).__name__} has no blocks decoder.layers.N of a GPTModel, whose "
+                "names statistics have. Load the folder as one: --model=GPTLightningModule "
+                "--model.init_from_hf=FOLDER."
+            )
+        context, run = context_of(trainer), run_of(trainer)
+        prefix = next((m.group(1) for m, _ in matches.values() if m is not None), "")
+        divides = run is not None and run.part.shards_sequence
+        division = Division(context.tp, divides, specs_of(trainer))
+        self._sums = LayerSums(blocks, prefix, division, partial(is_recording, pl_module))
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Add up the ranks, and write the file. All ranks call this."""
+        if self._sums is None:
+            return
+        sums, self._sums = self._sums, None
+        sums.close()
+        parts = [sums.entries]
+        if trainer.world_size > 1:
+            parts = context_of(trainer).axis("world").all_gather_object(sums.entries)
+        if trainer.is_global_zero:
+            Statistics.summed(parts, self.path).save(self.path)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Take the hooks away."""
+        if self._sums is not None:
+            self._sums.close()
+            self._sums = None

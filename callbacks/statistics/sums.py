@@ -1,0 +1,167 @@
+"""Sums over tokens of what a rank's layers of :class:`GPTModel` see, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.moe.experts import Experts
+from megatron_lightning.layers.moe.layer import MoELayer
+from megatron_lightning.parallel.grid.context import AxisGroup
+from megatron_lightning.parallel.shards.spec import ShardSpec
+
+
+class Division(NamedTuple):
+    """How tensor-parallel ranks divide activations and weights."""
+
+    tp: AxisGroup
+    divides_sequence: bool
+    """Whether blocks get a part of the positions each."""
+    specs: Mapping[str, ShardSpec]
+    """Parameter -> its part on this rank. Empty: all parameters are full."""
+
+
+class LayerSums:
+    """Hooks on a rank's blocks. See ``bridge/pruning/statistics.py`` for the entries.
+
+    Ranks that see the same tokens count a share each, so that the sum over all ranks counts a token
+    once.
+
+    Args:
+        blocks: Path of a block -> block.
+        prefix: Path of the model, left out of the entries.
+        division: See the class.
+        is_recording: Whether a forward counts.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[str, nn.Module],
+        prefix: str,
+        division: Division,
+        is_recording: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.entries: dict[str, Tensor] = {}
+        """Sums so far."""
+        self._prefix = prefix
+        self._is_recording = is_recording
+        self._hooks = ExitStack()
+        for path, block in blocks.items():
+            self._hooks.enter_context(_Block(self, path, block, division))
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        self._hooks.close()
+
+    def add(self, path: str, quantity: str, value: Tensor) -> None:
+        """Add a sum. ``amax``: take the larger one."""
+        if not self._is_recording():
+            return
+        key = f"{path.removeprefix(self._prefix)}/{quantity}"
+        value, old = value.detach().double().cpu(), self.entries.get(key)
+        if old is not None:
+            value = torch.maximum(old, value) if quantity == "amax" else old + value
+        self.entries[key] = value
+
+
+class _Block(ExitStack):
+    """Hooks on a block and the linear layers and experts inside."""
+
+    def __init__(self, sums: LayerSums, path: str, block: nn.Module, division: Division) -> None:
+        super().__init__()
+        self._sums, self._path, self._division = sums, path, division
+        self._length = 0
+        self._mask: Tensor | None = None
+        self._own(block.register_forward_pre_hook(self._begin, with_kwargs=True))
+        self._own(block.register_forward_hook(self._end))
+        for name, child in block.named_modules(prefix=path):
+            if isinstance(child, nn.Linear):
+                self._own(child.register_forward_pre_hook(partial(self._linear, name)))
+            elif isinstance(child, MoELayer):
+                self._own(child.register_forward_pre_hook(self._clear_padding, with_kwargs=True))
+            elif isinstance(child, Experts):
+                self._own(child.register_forward_hook(partial(self._experts, name)))
+
+    def _own(self, handle: Any) -> None:
+        self.callback(handle.remove)
+
+    def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        """Learn the positions and the padding of the block's tokens."""
+        hidden, *others = args
+        sequence = kwargs.get("sequence", others[0] if others else None)
+        parts = self._division.tp.size if self._division.divides_sequence else 1
+        self._length = hidden.shape[0] * parts
+        padding = None if sequence is None else sequence.padding
+        self._mask = None if padding is None else ~padding.t()  # [s, b]
+
+    def _end(self, block: nn.Module, args: Any, output: Tensor) -> None:
+        cosines = F.cosine_similarity(args[0].float(), output.float(), dim=-1)
+        mask = self._mask_of(args[0])
+        share = self._share(args[0])
+        self._sums.add(self._path, "cosines", (cosines.double() * mask).sum() * share)
+        self._sums.add(self._path, "tokens", mask.sum() * share)
+
+    def _linear(self, path: str, layer: nn.Module, args: Any) -> None:
+        x: Tensor = args[0].detach()
+        mask, share = self._mask_of(x), self._share(x)
+        x = x.float().masked_fill(~mask[..., None], 0.0)
+        squares, spec = x.square().sum((0, 1), dtype=torch.float64), self._spec(path)
+        amax = x.abs().amax() if x.numel() else x.new_zeros(())
+        if spec is None or spec.global_shape[1] == len(squares):
+            squares = squares * share
+        else:
+            full, first = squares.new_zeros(spec.global_shape[1]), 0
+            for box in spec.boxes:
+                start, size = box.offset[1], box.shape[1]
+                full[start : start + size] = squares[first : first + size]
+                first += size
+            squares = full
+        self._sums.add(path, "squares", squares)
+        self._sums.add(path, "amax", amax)
+        self._sums.add(path, "tokens", mask.sum() * share)
+
+    def _clear_padding(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Give experts zeros for padding, which marks the rows on the ranks of the experts."""
+        if self._mask is None:
+            return None
+        hidden, *others = args
+        return (hidden.masked_fill(~self._mask_of(hidden)[..., None], 0.0), *others), kwargs
+
+    def _experts(self, path: str, layer: nn.Module, args: Any, output: Tensor) -> None:
+        rows, counts = args
+        counted = rows.detach().ne(0).any(-1)
+        norms = output.detach().float().square().sum(-1, dtype=torch.float64) * counted
+        expert = torch.arange(len(counts), device=rows.device).repeat_interleave(counts)
+        spec, first, number = self._spec(f"{path}.linear_fc2"), 0, len(counts)
+        if spec is not None:
+            if any(box.shape[2] < spec.global_shape[2] for box in spec.boxes):
+                raise ConfigError(
+                    f"{path} is divided over expert_tensor_parallel_size ranks, which hold parts "
+                    "of an expert's output. Set expert_tensor_parallel_size to 1."
+                )
+            first, number = spec.boxes[0].offset[0], spec.global_shape[0]
+        for quantity, values in (("squares", norms), ("tokens", counted.double())):
+            total = norms.new_zeros(number).index_add_(0, expert + first, values)
+            self._sums.add(path, quantity, total)
+
+    def _spec(self, path: str) -> ShardSpec | None:
+        return self._division.specs.get(f"{path}.weight")
+
+    def _share(self, x: Tensor) -> float:
+        """Return the share of a rank in tokens that all tensor-parallel ranks may see."""
+        return 1 / self._division.tp.size if x.shape[0] == self._length else 1.0
+
+    def _mask_of(self, x: Tensor) -> Tensor:
+        """Return the tokens [s, b] of an activation [s, b, …] that are no padding."""
+        if self._mask is None:
+            return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        if x.shape[0] == len(self._mask):
+            return self._mask
+        return self._mask[self._division.tp.rank * x.shape[0] :][: x.shape[0]]

@@ -1,0 +1,1 @@
+"""Smaller models from larger ones: units that matter least are left out of a folder."""
