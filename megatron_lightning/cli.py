@@ -52,7 +52,7 @@ _USAGE = """usage: megatron-lightning COMMAND [options]
   serve       answer an OpenAI client with a trained model
   checkpoint  inspect, verify, reshard, consolidate, average, prune or upcycle checkpoints
   adapters    export, import or merge LoRA adapters
-  convert     import or export Hugging Face folders; verify and compare folders and dumps
+  convert     import, export or prune Hugging Face folders; verify, compare folders and dumps
   verify-card verify a model of the Hub, and keep a card with commands and measured values
   schedule    show a pipeline schedule: table, bubble, memory; --output DIR: picture
   plan        show grid, stages, memory, FLOPs and bubble of a configuration file; --search: layouts
