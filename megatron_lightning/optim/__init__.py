@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     )
     from megatron_lightning.optim.gradients.buckets import Bucket
     from megatron_lightning.optim.gradients.reducer import GradientReducer
+    from megatron_lightning.optim.growths import base_shapes
     from megatron_lightning.optim.loss_scale import DynamicLossScale
     from megatron_lightning.optim.lr_schedules import LRSchedule, ScheduledLR
     from megatron_lightning.optim.maximal_update import (
         GroupScaling,
         MaximalUpdate,
         Scaling,
-        base_shapes,
+        scale_eps,
     )
     from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
     from megatron_lightning.optim.stepping.chained import ChainedOptimizer
@@ -46,6 +47,7 @@ __all__ = [
     "clip_grads_by_value_",
     "global_grad_norm",
     "make_param_groups",
+    "scale_eps",
 ]
 
 lazy_attributes(
@@ -59,7 +61,8 @@ lazy_attributes(
         "GroupScaling": "megatron_lightning.optim.maximal_update",
         "MaximalUpdate": "megatron_lightning.optim.maximal_update",
         "Scaling": "megatron_lightning.optim.maximal_update",
-        "base_shapes": "megatron_lightning.optim.maximal_update",
+        "base_shapes": "megatron_lightning.optim.growths",
+        "scale_eps": "megatron_lightning.optim.maximal_update",
         "LRSchedule": "megatron_lightning.optim.lr_schedules",
         "Muon": "megatron_lightning.optim.stepping.muon",
         "NO_DECAY": "megatron_lightning.optim.param_groups",

@@ -40,9 +40,11 @@ _KINDS: Mapping[type[Optimizer], Kind] = {
     SGD: "sgd",
     Muon: "muon",
 }
+_SIZES = ("base_width", "base_depth", "base_head_dim")
 _INPUT, _OUTPUT = "embedding.", "output_layer.weight"
 _FIXED_OUT = ("router.weight", "shared_expert_gate.weight")
 """Matrices to as many rows at every width."""
+_HEAD_NORMS = ("q_layernorm.weight", "k_layernorm.weight")
 _QUERY = "linear_qkv.weight"
 
 
@@ -77,7 +79,7 @@ class MaximalUpdate:
     """Rule of the optimizer's class. None: known for torch's Adam, AdamW, SGD and Muon."""
 
     def __post_init__(self) -> None:
-        for name in ("base_width", "base_depth", "base_head_dim"):
+        for name in _SIZES:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} is not positive. Set the base model's size.")
@@ -122,6 +124,25 @@ class MaximalUpdate:
             )
         return config.hidden_size / self.base_width
 
+    def head_ratio(self, config: TransformerConfig) -> float | None:
+        """Return the growth of norms with the size of a head. None: the model has none."""
+        if not (config.qk_layernorm and config.qk_layernorm_per_head):
+            return None
+        return 1.0 if self.base_head_dim is None else config.head_dim / self.base_head_dim
+
+    def check_shapes_alone(self) -> None:
+        """Check that a module with ``base_shapes`` has no other sizes of the base model.
+
+        Raises:
+            ConfigError: If one is set.
+        """
+        for name in _SIZES:
+            if (size := getattr(self, name)) is not None:
+                raise ConfigError(
+                    f"MaximalUpdate has {name}={size}, a size of a GPTModel, beside base_shapes, "
+                    "which say how each dim grows; depth is not scaled there. Leave it out."
+                )
+
     def scaled(self, config: TransformerConfig) -> TransformerConfig:
         """Return the configuration with the factors of logits, scores and residual blocks."""
         width = self.width_ratio(config)
@@ -150,6 +171,7 @@ class Scaling:
         growths: Name -> growth of each dim of every parameter of the full model. None: of a
             GPTModel, by name.
         width: Growth of the width of a GPTModel.
+        head: Growth of norms with the size of a head. None: the model has none.
         depth: Growth of the depth.
     """
 
@@ -159,11 +181,13 @@ class Scaling:
         growths: Mapping[str, Growth] | None = None,
         *,
         width: float = 1.0,
+        head: float | None = None,
         depth: float = 1.0,
     ) -> None:
         self.rule = rule
         self._growths = growths
         self._width = width
+        self._head = head
         self._depth = depth
 
     @classmethod
@@ -171,14 +195,17 @@ class Scaling:
         """Return the factors of a module with a ``config`` or with ``base_shapes``.
 
         Raises:
-            ConfigError: If the module has neither.
+            ConfigError: If the module has neither, or sizes of the base model beside its shapes.
         """
         shapes, config = getattr(module, "base_shapes", None), getattr(module, "config", None)
         if shapes is not None:
+            rule.check_shapes_alone()
             return cls(rule, shapes)
         if isinstance(config, TransformerConfig):
             depth = 1.0 if rule.base_depth is None else config.num_layers / rule.base_depth
-            return cls(rule, width=rule.width_ratio(config), depth=depth)
+            return cls(
+                rule, width=rule.width_ratio(config), head=rule.head_ratio(config), depth=depth
+            )
         raise ConfigError(
             f"maximal updates of {type(module).__name__} need base_shapes. Set "
             "self.base_shapes = base_shapes(model, base) in __init__, of your model and of the "
@@ -192,6 +219,8 @@ class Scaling:
             ConfigError: If the base model has no such parameter.
         """
         if self._growths is None:
+            if self._head is not None and name.endswith(_HEAD_NORMS):
+                return (self._head,)
             return gpt_growth(name, num_dims, self._width)
         found = next((self._growths[n] for n in _endings(name) if n in self._growths), None)
         if found is None:
@@ -223,7 +252,8 @@ class Scaling:
                 for growth in self._growths.values()
             }
         else:
-            names = (_INPUT, _OUTPUT, "x.layers.0.x.weight", *(f"x.layers.{n}" for n in _FIXED_OUT))
+            inner = ("0.x.weight", *_FIXED_OUT, *(_HEAD_NORMS if self._head is not None else ()))
+            names = (_INPUT, _OUTPUT, *(f"x.layers.{name}" for name in inner))
             found = {
                 self.scale(name, num_dims, kind, adjust) for name in names for num_dims in (1, 2)
             }
@@ -269,7 +299,9 @@ def _scaled_group(group: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
 
 
 def scale_eps(optimizer: Optimizer) -> None:
-    """Scale epsilon of an optimizer's groups by their ``eps_mult``, once."""
+    """Scale epsilon of an optimizer's groups by their ``eps_mult``, once: a second call changes
+    nothing. :class:`MegatronStrategy` calls this when a fit starts.
+    """
     for group in optimizer.param_groups:
         factor, eps = group.pop("eps_mult", 1.0), group.get("eps")
         if isinstance(eps, float):
@@ -287,7 +319,8 @@ def scale_of(
     """Return the factors of a parameter, as ``mup`` has them.
 
     Args:
-        growth: Growth of each dim. Dims before the last two are stacks, or of kernels.
+        growth: Growth of each dim. Dims before the last two are stacks, or of kernels, and have a
+            growth of 1.
         kind: Rule of the optimizer.
         depth: Growth of the depth, for parameters in blocks.
         adjust: ``adjust_lr_fn`` of Muon.
@@ -315,41 +348,6 @@ def gpt_growth(name: str, num_dims: int, width: float) -> Growth:
     fan_in = 1.0 if _INPUT in name else width
     fan_out = 1.0 if name.endswith((_OUTPUT, *_FIXED_OUT)) else width
     return (*(1.0,) * (num_dims - 2), fan_out, fan_in)
-
-
-def base_shapes(model: nn.Module, base: nn.Module) -> dict[str, tuple[float, ...]]:
-    """Return the growth of each dim of every parameter of ``model`` relative to ``base``, by name.
-
-    Args:
-        model: The model. It may be on ``meta``.
-        base: The same model in its base width. It may be on ``meta``.
-
-    Raises:
-        ConfigError: If the models have other parameters.
-    """
-    own, others = dict(model.named_parameters()), dict(base.named_parameters())
-    if missing := own.keys() ^ others.keys():
-        raise ConfigError(
-            f"{', '.join(sorted(missing)[:3])} is in one of the model and its base only. Build "
-            "both from one class, in two widths and one depth."
-        )
-    return {
-        name: _in_order(
-            _module_of(model, name),
-            tuple(n / m for n, m in zip(own[name].shape, others[name].shape, strict=True)),
-        )
-        for name in own
-    }
-
-
-def _in_order(module: nn.Module, growth: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the growth as (fan-out, fan-in): an embedding's rows are its fan-in."""
-    is_embedding = isinstance(module, nn.Embedding)
-    return growth[::-1] if is_embedding and len(growth) == 2 else growth
-
-
-def _module_of(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _endings(name: str) -> Iterable[str]:

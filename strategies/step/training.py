@@ -18,6 +18,7 @@ from megatron_lightning.layers.linear.split_backward import hide_quantized, join
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.optim.lr_schedules import ScheduledLR
+from megatron_lightning.optim.maximal_update import scale_eps
 from megatron_lightning.optim.norms import GradientNorms
 from megatron_lightning.optim.owners.traffic import describe_owners
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
@@ -63,6 +64,8 @@ class Training:
         replicas = context.dp_cp.size
         data_parallel = effective_data_parallel(options.data_parallel, optimizers, replicas)
         self.optimizers = optimizers
+        for optimizer in optimizers:
+            scale_eps(optimizer)
         """The user's, when the fit began."""
         self.schedules = [
             config.scheduler for config in schedulers if isinstance(config.scheduler, ScheduledLR)

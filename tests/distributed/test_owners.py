@@ -24,6 +24,7 @@ from megatron_lightning.optim.owners.traffic import Traffic, describe_owners
 from megatron_lightning.optim.owners.units import Units
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.parallel.shards.nested_state import filled, flattened
+from megatron_lightning.parallel.shards.spec import ShardSpec
 from tests.distributed.test_muon import (
     SHAPES,
     Sizes,
@@ -206,6 +207,25 @@ def test_the_longest_is_assigned_first() -> None:
     assert assign_owners([4, 4], [[0, 1]] * 2, [[0, 4], [4, 0]]) == [1, 0]
     # An expert stays with its holders, and others fill up.
     assert assign_owners([4, 4, 6], [[0], [0], [0, 1]], [[4, 0], [4, 0], [3, 3]]) == [0, 0, 1]
+
+
+def test_a_stage_without_owned_parameters_divides_the_ranks() -> None:
+    context = ParallelContext(ParallelLayout(pipeline_model_parallel_size=2), planned_world_size=8)
+    parameter = nn.Parameter(torch.ones(4, 4))
+    reducer = GradientReducer(
+        {"weight": parameter},
+        {"weight": ShardSpec.replicated(parameter.shape)},
+        context,
+        sharded=True,
+        options=DataParallelOptions(num_distributed_optimizer_instances=2),
+    )
+    calls: list[str] = []
+    context.divide = lambda group, parts: calls.append(group.name) or (group, group)  # type: ignore[assignment, func-returns-value]
+    # Of the other stage are the parameters of the first optimizer.
+    optimizer = ChainedOptimizer(Factored([{"params": []}]), torch.optim.AdamW([parameter]))
+    owned = {id(optimizer.param_groups[0]): Units.WHOLE}
+    assert DistributedOptimizer(optimizer, reducer, owned=owned).exchanges == []
+    assert calls == [context.axis("tp-dp-cp").name]
 
 
 def test_what_is_said_and_refused() -> None:

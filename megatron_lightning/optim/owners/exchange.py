@@ -30,7 +30,7 @@ from megatron_lightning.optim.stepping.entries import OptimizerEntry, Owned, Tar
 from megatron_lightning.optim.stepping.main_params import take_over
 from megatron_lightning.optim.write_watch import WriteWatch
 from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
-from megatron_lightning.parallel.shards.spec import Shard, ShardSpec
+from megatron_lightning.parallel.shards.spec import Shard
 
 _DIVIDED = (
     "The ranks that hold shards of a parameter step it on one of them, which does not see what "
@@ -330,17 +330,3 @@ def _common(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     for dtype in dtypes[1:]:
         common = torch.promote_types(common, dtype)
     return common
-
-
-def exchange_group(spec: ShardSpec, context: ParallelContext, instances: int | None) -> AxisGroup:
-    """Return the ranks that together hold a parameter once. All ranks of a stage call this.
-
-    Args:
-        spec: The parameter's spec.
-        context: Groups of this rank.
-        instances: Groups of data-parallel ranks with a copy of all shards. None: data-parallel
-            ranks do not shard the parameter.
-    """
-    if instances is not None:
-        return context.divide(context.axis("tp-dp-cp"), instances)[0]
-    return context.axis("etp-ep") if spec.is_expert else context.tp

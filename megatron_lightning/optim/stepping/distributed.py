@@ -27,7 +27,7 @@ from megatron_lightning.optim.gradients.gradient_proxies import gradient_of
 from megatron_lightning.optim.gradients.param_gather import ParameterGather
 from megatron_lightning.optim.gradients.parameter_shard import ParameterShard, main_dtype
 from megatron_lightning.optim.gradients.reducer import GradientReducer
-from megatron_lightning.optim.owners.exchange import Exchange, Held, exchange_group
+from megatron_lightning.optim.owners.exchange import Exchange, Held
 from megatron_lightning.optim.owners.readers import matrix_units
 from megatron_lightning.optim.owners.units import Units, is_several
 from megatron_lightning.optim.stepping import moments
@@ -220,19 +220,24 @@ class DistributedOptimizer(OptimizerState):
         of several matrices.
         """
         reducer, context = self._reducer, self._reducer.context
+        sharers = context.axis("tp-dp-cp")
+        if owned:  # a collective, also of stages without an owned parameter
+            instances = self._options.num_distributed_optimizer_instances
+            sharers = context.divide(sharers, instances)[0]
         held: dict[AxisGroup, list[Held]] = {}
         for entry in self._all_entries():
             units = owned.get(id(entry.group))
             if units is None or entry.name not in reducer.parameters:
                 continue
-            sharded = reducer.sharded or entry.sharded
-            instances = self._options.num_distributed_optimizer_instances if sharded else None
-            group = exchange_group(entry.spec, context, instances)
             divided = entry.sharded or any(
                 context.axis(axis).size > 1 for axis in entry.spec.sharded_over
             )
             if not divided:
                 group = ALONE
+            elif reducer.sharded or entry.sharded:
+                group = sharers
+            else:
+                group = context.axis("etp-ep") if entry.spec.is_expert else context.tp
             if divided or (units is Units.MATRICES and is_several(entry.spec)):
                 held.setdefault(group, []).append(Held(entry, units, partial(self._is_used, entry)))
         device = torch.device("cpu") if self._options.optimizer_cpu_offload else None

@@ -227,10 +227,9 @@ def reads_tensors(
     said = divides_tensors and (known is False or whole_tensors)
     passed = set() if passed is None else passed
     for group in optimizer.param_groups:
-        target = next(iter(group["params"]), None)
-        if target is None:  # other ranks with parameters run the trial
+        sizes = [p.shape for p in group["params"]] if shapes is None else shapes.get(id(group), ())
+        if not sizes:  # frozen parameters only, or parameters of other ranks, which run the trial
             continue
-        sizes = [p.shape for p in group["params"]] if shapes is None else shapes[id(group)]
         found = _tried(optimizer, group, ["tensors"] if said else divisions, sizes, passed)
         if found:
             return True

@@ -20,7 +20,7 @@ from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.optim import MaximalUpdate, base_shapes, make_param_groups
+from megatron_lightning.optim import MaximalUpdate, base_shapes, make_param_groups, scale_eps
 from megatron_lightning.optim.maximal_update import GroupScaling, Scaling, scale_of
 from tests.helpers.layouts import tiny_config
 
@@ -189,6 +189,12 @@ def _change(width: int, *, scales: bool) -> float:
         scaling = GroupScaling(Scaling.of(model, MaximalUpdate()), torch.optim.Adam)
     groups = make_param_groups(model, (), lr=1e-3, scaling=scaling)
     optimizer = torch.optim.Adam(groups)
+    scale_eps(optimizer)
+    scale_eps(optimizer)  # once only
+    hidden = next(
+        g for g in optimizer.param_groups if any(p is model.net.fc1.weight for p in g["params"])
+    )
+    assert hidden["eps"] == (1e-8 * 256 / width if scales else 1e-8)
     tokens = torch.randint(0, 100, (64,), generator=torch.Generator().manual_seed(1))
     first = model(tokens).detach()
     for _ in range(3):
@@ -202,6 +208,47 @@ def test_coordinates_of_a_module_with_base_shapes() -> None:
     for scales, low, high in ((True, -0.1, 0.1), (False, 0.3, 9.0)):
         sizes = [_change(width, scales=scales) for width in (256, 1024)]
         assert low < math.log(sizes[1] / sizes[0]) / math.log(4) < high, sizes
+
+
+class Images(nn.Module):
+    def __init__(self, width: int, kernel: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, kernel)
+        self.inner = nn.Conv2d(width, width, kernel)
+        self.depthwise = nn.Conv1d(width, width, kernel, groups=width)
+        self.up = nn.ConvTranspose2d(width, 3, kernel)
+
+
+def test_convolutions() -> None:
+    growths = base_shapes(Images(64), Images(16))
+    hidden, vector, output = (0.25, 4.0, 0.25), (1.0, 1.0, 0.25), (0.25, 4.0, 1.0)
+    for name, expected in (
+        ("stem", vector),
+        ("inner", hidden),
+        ("depthwise", vector),
+        ("up", output),
+    ):
+        scale = scale_of(growths[f"{name}.weight"], "adam", multiplied=False)
+        assert scale == expected, name
+    with pytest.raises(ConfigError, match=r"stem.weight of Conv2d grows by .*last two dims"):
+        base_shapes(Images(64, 5), Images(16))
+
+
+@pytest.mark.parametrize(("head", "rate"), [(None, 1.0), (8, 2.0)])
+def test_norms_of_heads_grow_with_a_head(head: int | None, rate: float) -> None:
+    rule = MaximalUpdate(base_width=64, base_head_dim=head)
+    module = GPTLightningModule(
+        config(256, qk_layernorm=True),
+        maximal_update=rule,
+        optimizer={"class_path": "SGD", "init_args": {"lr": 0.1}},
+    )
+    module.configure_model()
+    rates = {id(p): g["lr"] for g in module._optimizer().param_groups for p in g["params"]}
+    for name, parameter in module.named_parameters():
+        if "self_attention.q_layernorm" in name or "self_attention.k_layernorm" in name:
+            assert rates[id(parameter)] == pytest.approx(0.1 * rate), name
+        elif "input_layernorm" in name:
+            assert rates[id(parameter)] == pytest.approx(0.1 * 4)
 
 
 def test_refusals() -> None:
@@ -227,6 +274,10 @@ def test_refusals() -> None:
         )
     with pytest.raises(ConfigError, match="maximal updates of Linear need base_shapes"):
         Scaling.of(nn.Linear(2, 2), MaximalUpdate())
+    module = nn.Linear(2, 2)
+    module.base_shapes = base_shapes(module, module)  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="base_depth=2, a size of a GPTModel, beside base_shapes"):
+        Scaling.of(module, MaximalUpdate(base_depth=2))
     with pytest.raises(ConfigError, match="is in one of the model and its base only"):
         base_shapes(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     with pytest.raises(ConfigError, match="base_shapes has no other"):

@@ -302,6 +302,16 @@ def test_full_matrices_and_known_optimizers_are_not_tried() -> None:
     assert whole(chain, sharded=True) == ["Lars"]  # alone
 
 
+def test_groups_of_frozen_parameters_are_left_out() -> None:
+    frozen, head = parameters((8, 6)), parameters((8, 6), (6,))
+    context = ParallelContext(ParallelLayout(), planned_world_size=2)
+    for optimizer, found in ((Lion, []), (Lars, ["Lars"])):
+        stepping = optimizer([{"params": frozen}, {"params": head}])
+        group = id(stepping.param_groups[1])  # the reduction knows the trained parameters only
+        stepped = [Stepped(group, ShardSpec.replicated(p.shape), True) for p in head]
+        assert list(divide([(stepping, stepped)], context).whole) == found
+
+
 def test_a_trial_of_groups_that_differ_in_rate_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[dict[str, Any]] = []
 
