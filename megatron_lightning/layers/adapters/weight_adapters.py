@@ -52,12 +52,10 @@ def summed(layer: nn.Module, weight: Tensor) -> Tensor:
     return weight.to(torch.float32, copy=True).add_(delta)
 
 
-def state_of_adapters(layer: nn.Module) -> tuple[tuple[int, int], ...]:
-    """Return a number and version of each factor, for values that are kept."""
-    adapters = adapters_of(layer)
-    if adapters is None or not adapters.enabled:
-        return ()
-    return tuple((p.data_ptr(), p._version) for p in adapters.parameters())
+def factors_of(layer: nn.Module) -> tuple[Tensor, ...]:
+    """Return the factors in the sum of a layer. Empty: the sum is the weight."""
+    adapters = _enabled(layer)
+    return () if adapters is None else tuple(adapters.parameters())
 
 
 def _enabled(layer: nn.Module) -> Adapters | None:

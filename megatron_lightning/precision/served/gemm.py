@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.adapters.adapter_layers import adapters_of
 from megatron_lightning.layers.adapters.stacked_adapters import StackedAdapters
-from megatron_lightning.layers.adapters.weight_adapters import state_of_adapters, summed
+from megatron_lightning.layers.adapters.weight_adapters import factors_of, summed
 from megatron_lightning.layers.linear.gemm import Gemm, Operand, Role
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.grid.context import AxisGroup
@@ -75,8 +75,10 @@ class ServedGemm(Gemm):
         parameter = layer._parameters.get("weight")
         source = weight if parameter is None else parameter
         source = source if source.data_ptr() == weight.data_ptr() else weight
-        name = f"{self.path}{state_of_adapters(layer)}"
-        return self.rounding.value(name, source, dtype, lambda: self._value(weight, dtype))
+        factors = factors_of(layer)
+        return self.rounding.value(
+            self.path, source, dtype, lambda: self._value(weight, dtype), factors
+        )
 
     def _value(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):

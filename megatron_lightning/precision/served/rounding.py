@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,7 +18,7 @@ class Rounding:
         self.is_on = True
         """Whether weights are rounded."""
         self._keeps = False
-        self._kept: dict[str, KeptWeight] = {}
+        self._kept: dict[str, tuple[KeptWeight, tuple[KeptWeight, ...]]] = {}
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -36,7 +36,12 @@ class Rounding:
         self._kept.clear()
 
     def value(
-        self, name: str, weight: Tensor, dtype: torch.dtype, rounded: Callable[[], Tensor]
+        self,
+        name: str,
+        weight: Tensor,
+        dtype: torch.dtype,
+        rounded: Callable[[], Tensor],
+        factors: Sequence[Tensor] = (),
     ) -> Tensor:
         """Return a rounded weight, computed now or for an earlier micro-batch.
 
@@ -45,17 +50,25 @@ class Rounding:
             weight: The weight. One that is computed in the forward is not kept.
             dtype: Dtype of the rounded weight.
             rounded: Computes it.
+            factors: Tensors of adapters in the weight. Their next values replace the kept ones.
         """
         if torch.compiler.is_compiling() or not weight.is_leaf:
             return rounded()
-        kept = self._kept.get(name)
-        if kept is not None and kept.is_of(weight):
+        kept, parts = self._kept.get(name, (None, ()))
+        is_kept = (
+            kept is not None
+            and kept.is_of(weight)
+            and len(parts) == len(factors)
+            and all(part.is_of(factor) for part, factor in zip(parts, factors, strict=True))
+        )
+        if kept is not None and is_kept:
             if dtype not in kept.values:
                 kept.values[dtype] = rounded()
             value: Tensor = kept.values[dtype]
             return value
         value = rounded()
         if self._keeps:
-            self._kept[name] = kept = KeptWeight.of(weight)
+            kept = KeptWeight.of(weight)
             kept.values[dtype] = value
+            self._kept[name] = kept, tuple(KeptWeight.of(factor) for factor in factors)
         return value

@@ -30,7 +30,7 @@ from megatron_lightning.modules import (
     GPTLightningModule,
     HuggingFaceModule,
 )
-from megatron_lightning.peft import LoRA
+from megatron_lightning.peft import LoRA, adapters_disabled
 from megatron_lightning.peft.commands import export as adapters_export
 from megatron_lightning.peft.commands import merge as adapters_merge
 from megatron_lightning.precision import QAT
@@ -387,6 +387,25 @@ def test_adapters_are_inside_the_rounding() -> None:
             torch.testing.assert_close(a, b)
         assert layer.weight.grad is None
         assert "weight" not in vars(layer)
+
+
+def test_a_layer_keeps_one_rounded_weight() -> None:
+    """Of its current adapters, also after a reference without them in the same micro-batch."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64)))
+    LoRA(r=2).apply(QAT("mxfp4").apply(model))
+    rounding, x = qat_of(model)[""].rounding, torch.randn(3, 64)
+    assert rounding is not None
+    seen = []
+    with rounding.keeping():
+        for _ in range(3):
+            seen.append(model(x))
+            with adapters_disabled(model):
+                model(x)
+            for factor in model[0][0].adapters.parameters():  # type: ignore[union-attr,index]
+                nn.init.normal_(factor)
+        assert len(rounding._kept) == 1
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
 
 
 def _deltas(layer: Any, num_groups: int) -> list[torch.Tensor]:
