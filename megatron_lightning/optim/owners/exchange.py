@@ -36,7 +36,7 @@ _DIVIDED = (
     "The ranks that hold shards of a parameter step it on one of them, which does not see what "
     "hooks write into the shards of others. Write weights in hooks of the start or end of an epoch "
     "or validation, or after every step from the first one on, or step these weights by an "
-    "element-wise optimizer: ChainedOptimizer(Muon(...), AdamW(...))."
+    "element-wise optimizer, such as AdamW, alongside: ChainedOptimizer(..., AdamW(...))."
 )
 
 
