@@ -21,8 +21,6 @@ from megatron_lightning.resilience.launcher import find
 
 _GIB = 2**30
 _KEPT = 2  # the best and the last
-_SLOW = 0.5  # a pair slower than this share of the median is named as slow
-_SLOW_DEVICE = 0.9  # GPUs of one kind are equally fast; so is their memory
 
 
 def doctor(
@@ -153,7 +151,7 @@ def _variable_text(item: tuple[str, Mapping[str, str | None]]) -> str:
 
 def _machine_text(row: Mapping[str, Any]) -> str:
     unit = UNITS[row["test"]]
-    slow = ", SLOW" if row["slowest"] < _SLOW_DEVICE * row["median"] else ""
+    slow = ", SLOW" if row["is_slow"] else ""
     peak = ""
     if row["peak"] is not None:
         share = row["slowest"] / row["peak"]
@@ -169,7 +167,7 @@ def _link_text(row: Mapping[str, Any]) -> str:
     hosts = row["hosts"]
     where = f"on {hosts[0]}" if hosts[0] == hosts[1] else f"{hosts[0]} to {hosts[1]}"
     slow = ""
-    if row["slowest_pair"] < _SLOW * row["median_pair"]:
+    if row["is_slow"]:
         slow = f", SLOW: the median pair has {row['median_pair']:.2f}"
     sums = "" if row["is_right"] else ", WRONG SUMS"
     return (

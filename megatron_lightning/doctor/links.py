@@ -18,6 +18,7 @@ _AXES = ("tp", "cp", "dp", "pp", "ep")
 _NUM_BYTES: Mapping[str, int] = {"cuda": 1 << 26, "cpu": 1 << 22}
 _MOST_REPEATS = 200
 _PAIR_REPEATS = 3
+_SLOW = 0.5  # of the median pair
 
 
 def measure_links(
@@ -63,14 +64,15 @@ def _measure_axis(context: ParallelContext, group: AxisGroup, budget: float) -> 
     ranks = context.axis("world").all_gather_object(row)
     hosts = {one["rank"]: one["host"] for one in ranks}
     pairs = [pair for one in ranks for pair in one["pairs"]]
-    speed, first, second = min(pairs)
+    (speed, first, second), (median, _, _) = min(pairs), sorted(pairs)[len(pairs) // 2]
     return {
         "axis": group.name,
         "size": group.size,
         "all_reduce": min(one["speed"] for one in ranks),
         "is_right": all(one["is_right"] for one in ranks),
         "slowest_pair": speed,
-        "median_pair": sorted(pairs)[len(pairs) // 2][0],
+        "median_pair": median,
+        "is_slow": speed < _SLOW * median,
         "ranks": [first, second],
         "hosts": [hosts[first], hosts[second]],
     }

@@ -18,6 +18,7 @@ _ROWS: Mapping[str, int] = MappingProxyType({"cuda": 8192, "cpu": 512})
 """Rows of the matrices, by device type."""
 _NUM_BYTES: Mapping[str, int] = MappingProxyType({"cuda": 1 << 30, "cpu": 1 << 26})
 _MOST_REPEATS = 100
+_SLOW = 0.9  # of the median rank: GPUs of one kind are equally fast; so is their memory
 UNITS: Mapping[str, str] = MappingProxyType(
     {"gemm": "TFLOP/s", "memory": "GB/s", "host_to_device": "GB/s"}
 )
@@ -63,12 +64,13 @@ def measure_machine(device: torch.device, seconds: float) -> list[dict[str, Any]
     rows = []
     for name in own["speeds"]:
         speeds = sorted((one["speeds"][name], rank) for rank, one in enumerate(ranks))
-        slowest, rank = speeds[0]
+        (slowest, rank), (median, _) = speeds[0], speeds[len(speeds) // 2]
         rows.append(
             {
                 "test": name,
                 "slowest": slowest,
-                "median": speeds[len(speeds) // 2][0],
+                "median": median,
+                "is_slow": slowest < _SLOW * median,
                 "peak": peak / 1e12 if peak is not None and name == "gemm" else None,
                 "rank": rank,
                 "host": ranks[rank]["host"],

@@ -8,10 +8,14 @@ import os
 import random
 import time
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import yaml
+from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megatron_lightning.callbacks import Fault, FaultInjector
@@ -129,6 +133,17 @@ def test_a_rank_without_a_trained_parameter_has_no_gradient_to_spoil(tmp_path: P
     with pytest.raises(ConfigError, match="the fault nan is due on rank 0, and none of its param"):
         injector.on_train_batch_start(fit, frozen, None, 0)
     assert not (tmp_path / INJECTED_FAULTS).exists()
+
+
+def test_the_page_is_read_as_yaml() -> None:
+    page = Path(__file__).parents[3] / "docs" / "rehearsal.md"
+    block = page.read_text().partition("```yaml\n")[2].partition("```")[0]
+    parser = ArgumentParser()
+    parser.add_argument("--callbacks", type=list[pl.Callback])
+    read = parser.instantiate_classes(parser.parse_object(yaml.safe_load(block)["trainer"]))
+    _, watch, injector = read.callbacks
+    assert watch.sections == {"save": timedelta(minutes=2)}
+    assert injector.faults[1] == Fault(kind="hang", step=(30, 40))
 
 
 def test_faults_that_cannot_happen_are_refused() -> None:

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_lightning.cli import main
+from megatron_lightning.doctor import machine
 from megatron_lightning.doctor.command import _link_text, _machine_text, doctor
 from megatron_lightning.doctor.folder import checkpoint_bytes, look_at
 from megatron_lightning.errors import ConfigError
@@ -136,7 +138,7 @@ def test_the_bytes_of_a_checkpoint_are_those_of_its_shards(tmp_path: Path, preci
 def test_the_slowest_pair_is_named() -> None:
     row: dict[str, Any] = {
         "axis": "dp", "size": 4, "all_reduce": 1.0, "is_right": True, "slowest_pair": 0.2,
-        "median_pair": 1.5, "ranks": [2, 3], "hosts": ["n1", "n2"],
+        "median_pair": 1.5, "is_slow": True, "ranks": [2, 3], "hosts": ["n1", "n2"],
     }  # fmt: skip
     text = _link_text(row)
     assert "slowest pair ranks 2 and 3 (n1 to n2) 0.20 GB/s, SLOW: the median pair" in text
@@ -145,13 +147,34 @@ def test_the_slowest_pair_is_named() -> None:
 
 def test_the_slowest_device_is_named() -> None:
     row: dict[str, Any] = {
-        "test": "gemm", "slowest": 480.0, "median": 700.0, "peak": 989.0, "rank": 5, "host": "n1",
+        "test": "gemm", "slowest": 480.0, "median": 700.0, "is_slow": True, "peak": 989.0,
+        "rank": 5, "host": "n1",
     }  # fmt: skip
     expected = (
         "  gemm: slowest rank 5 (on n1) 480 TFLOP/s, median 700, 49% of the peak of 989, SLOW"
     )
     assert _machine_text(row) == expected
-    assert "SLOW" not in _machine_text({**row, "slowest": 690.0})
+    assert "SLOW" not in _machine_text({**row, "is_slow": False})
+
+
+def test_a_slow_device_has_a_flag_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = {"gemm": [700.0, 480.0, 710.0], "memory": [3.0, 2.9, 3.1]}
+    ranks = [
+        {"host": f"n{rank}", "speeds": {test: of_ranks[rank] for test, of_ranks in speeds.items()}}
+        for rank in range(3)
+    ]
+
+    def gather(found: list[Any], own: object) -> None:
+        found[:] = ranks
+
+    monkeypatch.setattr(machine.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(machine.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(machine.dist, "all_gather_object", gather)
+    rows = machine.measure_machine(torch.device("cpu"), 0.01)
+    assert [(row["test"], row["rank"], row["is_slow"]) for row in rows] == [
+        ("gemm", 1, True),
+        ("memory", 1, False),
+    ]
 
 
 def test_wrong_options_are_refused() -> None:
