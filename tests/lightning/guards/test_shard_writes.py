@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lightning.guards.watches.shard_draws import _varies
 from tests.helpers.toy import ToyModule
 from tests.lightning.support import (
     DP2,
@@ -105,3 +106,7 @@ def test_the_way_out_gives_the_weights_of_one_device(tmp_path: Path) -> None:
     for texts, weights in run(TP2_TOY, _fit, tmp_path, "full"):
         assert texts == []
         assert_close(compared(weights), compared(expected), 1e-4)
+
+
+def test_shards_that_are_no_numbers_are_no_draw() -> None:
+    assert _varies(torch.arange(8.0)) and not _varies(torch.full((8,), torch.nan))
