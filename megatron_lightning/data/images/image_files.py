@@ -26,6 +26,9 @@ MAX_PIXELS = 89_478_485
 """Most pixels of an image, as many as Pillow takes for harmless."""
 _MAX_DOWNLOAD = 64 << 20
 _SCHEME = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]*:(?=//)|^data:", re.IGNORECASE)
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that Pillow reads by itself. Others are never tried: Pillow gives PostScript to another
+program, and the bytes may be a client's."""
 _ROTATED = (5, 6, 7, 8)
 """Orientations of EXIF that swap height and width."""
 Size = tuple[int, int]
@@ -194,7 +197,7 @@ def _opened(where: str, data: bytes) -> Iterator[Any]:
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             if image.size[0] * image.size[1] > MAX_PIXELS:
                 raise DataError(
                     f"{where}: an image has {image.size[0]} x {image.size[1]} pixels, more than "
@@ -203,5 +206,10 @@ def _opened(where: str, data: bytes) -> Iterator[Any]:
             yield image
     except DataError:
         raise
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
-        raise DataError(f"{where}: an image cannot be decoded ({error})") from error
+    except (
+        OSError, SyntaxError, ValueError, EOFError, ArithmeticError, TypeError,
+        Image.DecompressionBombError,
+    ) as error:  # fmt: skip  # EXIF may hold any value
+        raise DataError(
+            f"{where}: an image cannot be decoded ({error}); images are {', '.join(_FORMATS)}"
+        ) from error
