@@ -13,23 +13,16 @@ from megatron_lightning.modules.objective import ObjectiveModule
 from megatron_lightning.rules import check_vocabulary
 
 
-def check_images(module: object, strategy: object) -> None:
-    """Check that a module and a strategy take images.
+def check_images(module: object) -> None:
+    """Check that a module takes images.
 
     Raises:
-        ConfigError: If the module has a model of text, or ranks share rows.
+        ConfigError: If the module has a model of text.
     """
     if isinstance(module, LanguageModule) and not isinstance(module, HuggingFaceModule):
         raise ConfigError(
             f"images of FinetuneDataModule is set, and {type(module).__name__} trains text. Train "
             "a HuggingFaceModule of a model with a vision tower, or leave images out."
-        )
-    layout = getattr(strategy, "layout", None)
-    if layout is not None and layout.cp > 1:
-        raise ConfigError(
-            f"context_parallel_size is {layout.cp}, and images of FinetuneDataModule is set: the "
-            "entries of images are not divided among ranks that share rows. Set "
-            "context_parallel_size to 1; tensor parallelism divides long rows, too."
         )
 
 

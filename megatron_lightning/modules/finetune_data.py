@@ -59,7 +59,7 @@ class FinetuneDataModule(RunDataModule, FinetuneData):
         is_packed, num_new = self.packing != "none", len(self.tokenizer.added)
         check_model(module, len(self.tokenizer), packed=is_packed, num_new=num_new)
         if self.images is not None:
-            check_images(module, self._strategy())
+            check_images(module)
         _ = self.template
 
     def split_batch(self, batch: Batch, micro_batch_size: int) -> list[Batch]:

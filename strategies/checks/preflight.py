@@ -171,6 +171,12 @@ def check_context(
     Raises:
         ConfigError: If such a feature is requested.
     """
+    if is_finetune_data(data) and data.images is not None:
+        raise ConfigError(
+            f"context_parallel_size is {options.layout.cp}, and images of {type(data).__name__} is "
+            "set: the entries of images are not divided among ranks that share rows. Set "
+            "context_parallel_size to 1; tensor parallelism divides long rows, too."
+        )
     sequence_dims_of(module, data)
     config = model_config(module)
     if config is not None:
