@@ -119,34 +119,46 @@ class ImagePrompts:
         Pillow.
 
         Raises:
-            DataError: If there is another number of places.
+            DataError: If there is another number of places, or words stand for an image.
         """
-        placeholder = self.processor.placeholder
-        if placeholder not in text:
-            text = text.replace(TAG, placeholder)
-        if (number := text.count(placeholder)) != len(pictures):
+        if self.processor.placeholder not in text:
+            text = text.replace(TAG, self.processor.placeholder)
+        return self._of_text("a prompt", text, pictures)
+
+    def _of_text(self, where: str, text: str, pictures: Sequence[Any]) -> Prompt:
+        processor, placeholder = self.processor, self.processor.placeholder
+        # Of the whole text: a template writes roles, tools and calls as well as content.
+        rest, number = text.replace(placeholder, ""), text.count(placeholder)
+        word = next((word for word in processor.words if word in rest), placeholder)
+        if word in rest or number > len(pictures):
             raise DataError(
-                f"a prompt has {number} places {placeholder} for {len(pictures)} images"
+                f"{where} has {word} as words, which {processor.name} reads as an image; write "
+                "other words"
             )
+        if number < len(pictures):
+            raise DataError(f"{where} has {number} places {placeholder} for {len(pictures)} images")
         if not pictures:
-            return Prompt(self.processor.tokens(text))
-        ids, entries = self.processor.document(text, [one.convert("RGB") for one in pictures])
+            return Prompt(processor.tokens(text))
+        ids, entries = processor.document(text, [one.convert("RGB") for one in pictures])
+        grown = processor.growth([(one.height, one.width) for one in pictures])
+        if self._num_words(ids) != sum(self._num_words(processor.tokens(one)) for one in grown):
+            raise DataError(
+                f"{where} has words beside its images, which {processor.name} reads as an image; "
+                "write other words"
+            )
         return Prompt(ids, entries)
 
+    def _num_words(self, ids: Sequence[int]) -> int:
+        """Return the number of ids that stand for images."""
+        return sum(map(self.processor.word_ids.__contains__, ids))
+
     def _of_chat(self, chat: Chat, files: ImageFiles) -> Prompt:
-        for index, message in enumerate(chat.messages):
-            word = next((word for word in self.processor.words if word in message["content"]), None)
-            if word is not None:
-                raise DataError(
-                    f"{chat.where}: message {index} has {word} as words, which "
-                    f"{self.processor.name} reads as an image; write other words"
-                )
         if chat.num_unplaced:
             raise DataError(
                 f"{chat.where}: {chat.num_unplaced} images have no place in the messages"
             )
         text = self._template.prompt(replace(chat, placeholder=self.processor.placeholder))
-        return self.of_text(text, self._pictures(chat, files))
+        return self._of_text(chat.where, text, self._pictures(chat, files))
 
     def _pictures(self, chat: Chat, files: ImageFiles) -> list[Any]:
         most, most_pixels = self._limits

@@ -9,9 +9,9 @@ import struct
 import zlib
 from collections.abc import Sequence
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 from tempfile import mkdtemp
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ pytest.importorskip("PIL")
 
 from PIL import Image
 
+from megatron_lightning.data.images.image_files import picture, size_of
 from megatron_lightning.data.images.image_options import ImageOptions
 from megatron_lightning.data.images.row_entries import batch_entries, joined
 from megatron_lightning.errors import ConfigError, DataError
@@ -35,6 +36,7 @@ from megatron_lightning.modules import (
 from megatron_lightning.modules.data_checks import check_images
 from megatron_lightning.optim import ParamGroup
 from megatron_lightning.peft import LoRA
+from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.chats import write_rows
 from tests.helpers.image_folders import (
     USUAL,
@@ -46,6 +48,7 @@ from tests.helpers.image_folders import (
     write_image_rows,
 )
 from tests.helpers.layouts import tiny_config
+from tests.helpers.trainers import trainer
 
 
 @cache
@@ -206,6 +209,31 @@ def test_any_kind_of_image_is_read_as_rgb(mode: str, name: str, tmp_path: Path) 
     (picture,) = data._documents(data.paths[0])[0].images.pictures()
     assert picture.mode == "RGB"
     assert abs(np.asarray(picture).mean() - 200) <= 4  # a palette rounds
+
+
+def test_an_image_of_another_format_runs_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import EpsImagePlugin
+
+    def ran(*_: object, **__: object) -> None:
+        raise AssertionError("Ghostscript")
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", ran)
+    file = BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "EPS")
+    with pytest.raises(DataError, match="a client: an image cannot be decoded"):
+        picture("a client", file.getvalue())
+
+
+@pytest.mark.parametrize("orientation", [float("inf"), (1, 1)])
+def test_any_value_in_exif_is_an_error_of_the_image(orientation: object) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 1
+    file = BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "JPEG", exif=exif)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Image.Exif, "get", lambda *_: orientation)
+        with pytest.raises(DataError, match="cannot be decoded"):
+            size_of("a client", file.getvalue())
 
 
 def test_a_photograph_is_turned_upright(tmp_path: Path) -> None:
@@ -419,14 +447,16 @@ def test_data_show_prints_images_by_their_size(tmp_path: Path) -> None:
     )
 
 
-def test_ranks_that_share_rows_and_models_of_text_are_refused() -> None:
+def test_ranks_that_share_rows_and_models_of_text_are_refused(tmp_path: Path) -> None:
     module = HuggingFaceModule(str(_folder("llava")))
-    strategy = SimpleNamespace(layout=SimpleNamespace(cp=2))
+    rows = write_rows(tmp_path / "rows.jsonl", [_chat(words("a"))])
+    data = FinetuneDataModule(rows, sequence_length=64, batch_size=1, images=ImageOptions())
+    run = trainer(MegatronStrategy(context_parallel_size=2), devices=2, max_steps=1)
     with pytest.raises(ConfigError, match="context_parallel_size is 2, and images of"):
-        check_images(module, strategy)
-    check_images(module, SimpleNamespace(layout=SimpleNamespace(cp=1)))
+        run.fit(module, data)
+    check_images(module)
     with pytest.raises(ConfigError, match="GPTLightningModule trains text"):
-        check_images(GPTLightningModule(tiny_config()), None)
+        check_images(GPTLightningModule(tiny_config()))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import struct
 import zlib
 from functools import cache
 from pathlib import Path
+from queue import Queue
 from tempfile import mkdtemp
 from typing import Any
 
@@ -85,8 +86,44 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
         generate(options, "what", messages="a.jsonl")
     with pytest.raises(DataError, match="there is no image"):
         generate(options, "what", chat=True, images=["/a.png"])
-    with pytest.raises(DataError, match="message 0 has <image> as words"):
+    with pytest.raises(DataError, match="the prompt has <image> as words"):
         generate(options, "<image>", chat=True, images=[str(_drawn(tmp_path))])
+
+
+def test_words_of_images_are_refused_wherever_a_template_writes_them(tmp_path: Path) -> None:
+    folder = _folder("gemma3")
+    maker = find_image_prompts(folder, find_codec(folder))
+    image = {"type": "image", "image": _drawn(tmp_path).read_bytes()}
+    asked: dict[str, Any] = {"role": "user", "content": [image]}
+    for word in maker.processor.words:
+        with pytest.raises(DataError, match=f"the request has {word} as words"):
+            maker.of_messages("the request", [asked, {"role": word, "content": "a"}])
+    assert maker.of_messages("the request", [asked]).entries is not None
+
+
+def test_a_prompt_that_the_model_refuses_ends_no_server() -> None:
+    from megatron_lightning.inference.commands.load import load_engine
+    from megatron_lightning.inference.engine.uncached_loop import Sampling
+    from megatron_lightning.inference.serving.own_stepping import OwnStepping
+    from megatron_lightning.inference.serving.serving_thread import start
+
+    folder = _folder("gemma3")
+    maker = find_image_prompts(folder, find_codec(folder))
+    image = Image.new("RGB", (16, 16))
+    ids, entries = maker.of_text(maker.processor.placeholder, [image])
+    stepping = OwnStepping(load_engine(folder), 4)
+    thread = start(stepping, lambda: None)
+    told: Queue[Any] = Queue()
+    sampling = Sampling(max_new_tokens=1, temperature=0.0)
+    try:
+        stepping.add([*ids, *ids], sampling, 0, told.put, entries)
+        assert "the model cannot answer this prompt (ValueError" in str(told.get(timeout=20))
+        stepping.add(ids, sampling, 0, told.put, entries)
+        assert told.get(timeout=20).tokens[:-1] == ids
+    finally:
+        stepping.end()
+        thread.join()
+    assert stepping.failure is None
 
 
 def _drawn(folder: Path) -> Path:
