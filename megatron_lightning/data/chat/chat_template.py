@@ -257,9 +257,9 @@ class ChatTemplate:
             return
         if is_same:
             raise DataError(
-                f"{chat.where}: the chat template does not write the row's tools, so that calls "
-                "would be trained without them; set drop_fields=[tools] to train without them, or "
-                "another chat_template"
+                f"{chat.where}: the chat template does not write the row's tools, so that the "
+                "model would not see them; leave them out (in training data: "
+                "drop_fields=[tools]), or set another chat_template"
             )
 
     def render(
@@ -326,10 +326,13 @@ class ChatTemplate:
         """Return the text of a conversation for the model to answer.
 
         Raises:
-            DataError: If the template refuses the conversation, or does not write a message.
+            DataError: If the template refuses the conversation, or does not write a message or the
+                tools.
         """
-        form, _ = self._readable(chat, chat.messages)
-        return self.render(chat, [form(message) for message in chat.messages], prompt=True)[0]
+        form, full = self._readable(chat, chat.messages)
+        messages = [form(message) for message in chat.messages]
+        self._check_tools(chat, messages, full)
+        return self.render(chat, messages, prompt=True)[0]
 
     def with_image(self) -> str:
         """Return the text of a conversation with an image, in parts."""

@@ -92,7 +92,7 @@ class ImagePrompts:
         chat = parse_row(Row(where, {**fields, "messages": list(messages)}))
         if not isinstance(chat, Chat):
             raise DataError(f"{where}: a prompt with images needs messages")
-        return self._of_chat(chat, ImageFiles(folder))
+        return self.of_chat(chat, folder)
 
     def of_question(self, text: str, images: Sequence[str]) -> Prompt:
         """Return the prompt of a user's message: image files, and a text behind them.
@@ -152,13 +152,14 @@ class ImagePrompts:
         """Return the number of ids that stand for images."""
         return sum(map(self.processor.word_ids.__contains__, ids))
 
-    def _of_chat(self, chat: Chat, files: ImageFiles) -> Prompt:
+    def of_chat(self, chat: Chat, folder: Path | None = None) -> Prompt:
+        """Return the prompt of a parsed conversation. See :meth:`of_messages`."""
         if chat.num_unplaced:
             raise DataError(
                 f"{chat.where}: {chat.num_unplaced} images have no place in the messages"
             )
         text = self._template.prompt(replace(chat, placeholder=self.processor.placeholder))
-        return self._of_text(chat.where, text, self._pictures(chat, files))
+        return self._of_text(chat.where, text, self._pictures(chat, ImageFiles(folder)))
 
     def _pictures(self, chat: Chat, files: ImageFiles) -> list[Any]:
         most, most_pixels = self._limits

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_lightning.data.chat.chat_template import ChatTemplate
+from megatron_lightning.data.chat.conversations import Chat, parse_row
 from megatron_lightning.data.images.image_parts import has_images
-from megatron_lightning.data.images.image_prompts import Prompt
+from megatron_lightning.data.images.image_prompts import ImagePrompts, Prompt
 from megatron_lightning.data.rows.sources import read_rows
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.inference.commands.load import find_image_prompts
 from megatron_lightning.inference.commands.model_options import ModelOptions
-from megatron_lightning.inference.commands.text_codec import Codec, prompt_ids
+from megatron_lightning.inference.commands.text_codec import Codec, chat_template, prompt_ids
 from megatron_lightning.inference.commands.text_job import ModelJob
 from megatron_lightning.inference.commands.text_progress import Progress
 from megatron_lightning.inference.engine.continuation import final_text
@@ -121,21 +123,23 @@ def _check_prompts(
 
 def _conversations(checkpoint: str, codec: Codec, file: str) -> list[Prompt]:
     """Return the prompts of the conversations in a file."""
-    folder, found, maker = Path(file).resolve().parent, [], None
+    folder, found = Path(file).resolve().parent, list[Prompt]()
+    maker: ImagePrompts | None = None
+    template: ChatTemplate | None = None
     for row in read_rows(file):
         if row.error is not None:
             raise row.error
         if "messages" not in row.fields:
             raise DataError(f"{row.where}: there is no key messages; a row is a conversation")
-        fields = dict(row.fields)
-        turns = fields.pop("messages")
-        if maker is None and has_images(row.fields):
-            maker = find_image_prompts(checkpoint, codec)
-        found.append(
-            Prompt(codec.chat(turns))
-            if maker is None
-            else maker.of_messages(row.where, turns, folder, **fields)
-        )
+        chat = parse_row(row)
+        if not isinstance(chat, Chat):
+            raise DataError(f"{row.where}: messages stand beside input_ids; leave one of them out")
+        if has_images(row.fields):
+            maker = maker or find_image_prompts(checkpoint, codec)
+            found.append(maker.of_chat(chat, folder))
+        else:
+            template = template or chat_template(codec)
+            found.append(Prompt(codec.ids(template.prompt(chat), special=False)))
     if not found:
         raise DataError(f"messages={file}: the file has no row")
     return found

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from megatron_lightning.bridge.folders.hub import find_file
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.checkpoint.text_record import end_tokens
+from megatron_lightning.data.chat.chat_template import ChatTemplate
 from megatron_lightning.data.chat.token_bytes import TokenBytes
 from megatron_lightning.data.text.tokenizers import (
     HuggingFaceTokenizer,
@@ -330,6 +331,22 @@ def prompt_ids(codec: Codec, text: str, *, as_chat: bool) -> list[int]:
         ConfigError: If there is no chat template, or the template refuses the message.
     """
     return codec.chat([{"role": "user", "content": text}]) if as_chat else codec.encode(text)
+
+
+def chat_template(codec: Codec) -> ChatTemplate:
+    """Return the chat template of a codec, to render conversations as training does.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    tokenizer = getattr(codec, "tokenizer", None)
+    if tokenizer is None or tokenizer.chat_template is None:
+        raise ConfigError(
+            f"the tokenizer of {codec.name} has no chat template, which conversations need. Set "
+            "tokenizer_type to huggingface and tokenizer_model to a folder with one "
+            "(chat_template.jinja)."
+        )
+    return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens_map)
 
 
 def _behind_letter(codec: Codec, token: int) -> bytes:

@@ -90,6 +90,23 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
         generate(options, "<image>", chat=True, images=[str(_drawn(tmp_path))])
 
 
+def test_every_row_of_messages_keeps_its_fields(tmp_path: Path) -> None:
+    folder = _folder("qwen2_5_vl")
+    options = ModelOptions(checkpoint=str(folder))
+    asked = {"messages": [{"role": "user", "content": "what color"}]}
+    system = {"role": "system", "content": "be brief"}
+    rows = tmp_path / "asked.jsonl"
+    wanted = {"temperature": 0.0, "max_new_tokens": NUM_NEW}
+    turns = ({**asked, "system": "be brief"}, {"messages": [system, *asked["messages"]]}, asked)
+    rows.write_text("".join(f"{json.dumps(one)}\n" for one in turns))
+    first, same, without = generate(options, messages=str(rows), **wanted)  # type: ignore[arg-type]
+    assert first == same != without
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    rows.write_text(json.dumps({**asked, "tools": [tool]}))
+    with pytest.raises(DataError, match="does not write the row's tools"):
+        generate(options, messages=str(rows))
+
+
 def test_words_of_images_are_refused_wherever_a_template_writes_them(tmp_path: Path) -> None:
     folder = _folder("gemma3")
     maker = find_image_prompts(folder, find_codec(folder))
