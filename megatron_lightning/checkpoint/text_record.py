@@ -1,11 +1,11 @@
 """Record of what training taught a model about texts: the template of conversations, the tokens at
-the end of an answer, the date of the prompts, and the tokenizer.
+the end of an answer, the date of the prompts, the tokenizer, and settings of the image processor.
 
 The data module of a run hands the record over. A checkpoint keeps the record in the state under
 ``"texts"``, as plain values::
 
     {"chat_template": text, "end_of_turn": [ids], "ends_before": [ids], "date": "2026-11-28",
-     "tokenizer": files}
+     "tokenizer": files, "processor_options": {}}
 
 Files of the model's folder in the same checkpoint (``kept_files``) and of exported folders have the
 record applied. A checkpoint without the record has the texts of the model's folder.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +27,8 @@ from megatron_lightning.file_names import (
     CHAT_TEMPLATES,
     CONFIG,
     GENERATION_CONFIG,
+    IMAGE_PROCESSOR_CONFIG,
+    PROCESSOR_CONFIG,
     TOKENIZER_CONFIG,
 )
 
@@ -41,7 +43,9 @@ _COPIED = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
 
 @dataclass(frozen=True, kw_only=True)
 class TextRecord:
-    """Chat template, end tokens, date and tokenizer that training taught a model."""
+    """Chat template, end tokens, date, tokenizer and settings of images that training taught a
+    model.
+    """
 
     chat_template: str | None = None
     """Template for serving. None: the tokenizer's own."""
@@ -54,6 +58,8 @@ class TextRecord:
     """Date of the prompts, as 2026-11-28. None: the template writes no date."""
     tokenizer: KeptFiles | None = None
     """Files of the data's tokenizer. None: the tokenizer of the model's folder."""
+    processor_options: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the image processor in place of the folder's."""
 
     @cached_property
     def state(self) -> dict[str, Any]:
@@ -64,6 +70,7 @@ class TextRecord:
             "ends_before": list(self.ends_before),
             "date": self.date,
             "tokenizer": None if self.tokenizer is None else self.tokenizer.to_state(),
+            "processor_options": dict(self.processor_options),
         }
 
     @classmethod
@@ -82,11 +89,12 @@ class TextRecord:
             return None
         try:
             template, date, files = (entry.get(k) for k in ("chat_template", "date", "tokenizer"))
+            options = dict(entry.get("processor_options", {}))
             ends, before = (tuple(entry.get(k, ())) for k in ("end_of_turn", "ends_before"))
             texts_fit = all(isinstance(text, str | None) for text in (template, date))
             if not texts_fit or not all(type(end) is int for end in (*ends, *before)):
                 raise TypeError("a value has another type")
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{origin}: its record of texts is damaged ({error}). Use another checkpoint."
             ) from error
@@ -97,6 +105,7 @@ class TextRecord:
             ends_before=before,
             date=date,
             tokenizer=tokenizer,
+            processor_options=options,
         )
 
     def applied_to(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -111,6 +120,8 @@ class TextRecord:
             contents |= self.tokenizer.contents
         if self.chat_template is not None:
             contents = _with_template(contents, self.chat_template)
+        if self.processor_options:
+            contents |= _of_images(contents, self.processor_options)
         return contents | _generation(contents, self.end_of_turn)
 
 
@@ -178,6 +189,16 @@ def _with_template(files: Mapping[str, bytes], template: str) -> dict[str, bytes
     elif "chat_template" in settings and CHAT_TEMPLATE not in files:
         del contents[CHAT_TEMPLATE]  # the same text stands in the configuration
     return contents
+
+
+def _of_images(files: Mapping[str, bytes], options: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the configuration of the image processor with other settings, wherever it stands."""
+    processor = json.loads(files.get(PROCESSOR_CONFIG, b"{}"))
+    if "image_processor" in processor:
+        processor["image_processor"] |= options
+        return {PROCESSOR_CONFIG: json.dumps(processor, indent=2).encode() + b"\n"}
+    settings = json.loads(files.get(IMAGE_PROCESSOR_CONFIG, b"{}")) | dict(options)
+    return {IMAGE_PROCESSOR_CONFIG: json.dumps(settings, indent=2).encode() + b"\n"}
 
 
 def _generation(files: Mapping[str, bytes], ends: tuple[int, ...]) -> dict[str, bytes]:

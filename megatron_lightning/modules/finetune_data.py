@@ -97,6 +97,7 @@ class FinetuneDataModule(RunDataModule, FinetuneData):
             ends_before=self._ends,
             date=None if self.date is None else self.date.isoformat(),
             tokenizer=self._model().tokenizer_files(self.tokenizer, is_given=is_given),
+            processor_options={} if self.images is None else self.images.processor_options,
         )
 
     def train_dataloader(self) -> DataLoader[Batch]:

@@ -17,13 +17,18 @@ from torch import Tensor
 
 from megatron_lightning.data.images.image_files import Size
 from megatron_lightning.errors import ConfigError, DataError
-from megatron_lightning.file_names import CONFIG, TOKENIZER_CONFIG
+from megatron_lightning.file_names import (
+    CONFIG,
+    IMAGE_PROCESSOR_CONFIG,
+    PROCESSOR_CONFIG,
+    TOKENIZER_CONFIG,
+)
 from megatron_lightning.optional import require
 
 _DROPPED = ("input_ids", "attention_mask", "labels")
 """Entries of a processor that the data make themselves."""
 _NEEDS = "images in chats"
-_NAMED_IN = ("processor_config.json", "preprocessor_config.json", TOKENIZER_CONFIG)
+_NAMED_IN = (PROCESSOR_CONFIG, IMAGE_PROCESSOR_CONFIG, TOKENIZER_CONFIG)
 _PROBE = (24, 24)
 """Height and width of blank images."""
 Dims = dict[int, str]
@@ -296,7 +301,7 @@ def _kind(folder: Path, *, trusts: bool) -> Any:
             return PROCESSOR_MAPPING[type(config)]
     raise ConfigError(
         f"{folder} has no processor known to transformers, which chats with images need; copy "
-        "processor_config.json and preprocessor_config.json of the model into the folder"
+        f"{PROCESSOR_CONFIG} and {IMAGE_PROCESSOR_CONFIG} of the model into the folder"
     )
 
 
@@ -320,7 +325,7 @@ def _image_processor(folder: Path, options: Mapping[str, Any], *, trusts: bool) 
         made = load(folder, trust_remote_code=trusts, **options)
     except OSError as error:
         raise ConfigError(
-            f"{folder} has no image processor ({error}); copy preprocessor_config.json of the "
+            f"{folder} has no image processor ({error}); copy {IMAGE_PROCESSOR_CONFIG} of the "
             "model into the folder"
         ) from error
     unknown = [name for name in options if name not in made.to_dict() and not hasattr(made, name)]

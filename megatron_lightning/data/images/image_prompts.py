@@ -67,7 +67,14 @@ class ImagePrompts:
         """
         tokens = ChatTokenizer.load(tokenizer)
         processor = ImageProcessor.load(folder, tokens.tokenizer, {})
-        source = processor.chat_template or tokens.chat_template
+        source, own = processor.chat_template, tokens.chat_template
+        # In training too: a template of the user's own wins, then the processor's.
+        if (
+            own
+            and own != source
+            and (not source or own != ChatTokenizer.load(folder).chat_template)
+        ):
+            source = own
         if not source:
             raise ConfigError(
                 f"{folder} has no chat template, which prompts with images need; add "

@@ -20,6 +20,7 @@ pytest.importorskip("PIL")
 
 from PIL import Image
 
+from megatron_lightning.checkpoint.text_record import TextRecord
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.inference.commands.generate import generate
 from megatron_lightning.inference.commands.load import find_codec, find_image_prompts
@@ -105,6 +106,26 @@ def test_every_row_of_messages_keeps_its_fields(tmp_path: Path) -> None:
     rows.write_text(json.dumps({**asked, "tools": [tool]}))
     with pytest.raises(DataError, match="does not write the row's tools"):
         generate(options, messages=str(rows))
+
+
+def test_the_template_and_settings_of_training_write_the_prompt(tmp_path: Path) -> None:
+    folder = tmp_path / "trained"
+    files = {one.name: one.read_bytes() for one in _folder("qwen2_5_vl").iterdir()}
+    options = {"size": {"shortest_edge": 256, "longest_edge": 512}}
+    record = TextRecord(processor_options=options)
+    assert TextRecord.of_checkpoint({"texts": record.state}, "a") == record
+    folder.mkdir()
+    for name, content in record.applied_to(files).items():
+        (folder / name).write_bytes(content)
+    codec, image = find_codec(folder), [draw_image(tmp_path / "a.png", 40, 24)]
+    paths = [str(tmp_path / one) for one in image]
+    small = find_image_prompts(folder, codec).of_question("what", paths)
+    full = find_image_prompts(_folder("qwen2_5_vl"), codec).of_question("what", paths)
+    assert len(small.ids) < len(full.ids)
+    trained: Any = find_codec(folder)  # such as of adapters
+    trained.tokenizer.chat_template = f"Look: {trained.tokenizer.chat_template}"
+    own = find_image_prompts(folder, trained).of_question("what", paths)
+    assert codec.decode(own.ids).startswith("Look: ")
 
 
 def test_words_of_images_are_refused_wherever_a_template_writes_them(tmp_path: Path) -> None:
