@@ -62,8 +62,10 @@ def _score(model: Any, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack(scores)
 
 
-def alone(kind: str) -> tuple[list[float], list[float], list[float]]:
-    """Train with torch alone: losses, norms and divergences."""
+def alone(kind: str) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Train with torch alone: losses, norms, divergences, and the last step's mean rewards of both
+    kinds of answers.
+    """
     policy = adapted_llama(zero=True) if kind == "adapters" else llama()
     reference, trained = llama(), [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=RATE)
@@ -80,8 +82,10 @@ def alone(kind: str) -> tuple[list[float], list[float], list[float]]:
             before = _score(reference, texts)
             divergence = (_score(policy, mismatched) - _score(reference, mismatched)).mean()
         desirable = torch.stack([row["desirable"] for row in chunk])
+        difference = _score(policy, texts) - before
+        rewards = [0.3 * difference[kind].mean().item() for kind in (desirable, ~desirable)]
         loss = UnpairedLoss(beta=0.3, undesirable_weight=1.5)(
-            _score(policy, texts) - before, desirable, divergence.clamp(min=0)
+            difference, desirable, divergence.clamp(min=0)
         ).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -89,13 +93,15 @@ def alone(kind: str) -> tuple[list[float], list[float], list[float]]:
         norms.append(torch.nn.utils.get_total_norm([p.grad for p in trained]).item())
         divergences.append(divergence.clamp(min=0).item())
         optimizer.step()
-    return losses, norms, divergences
+    return losses, norms, divergences, rewards
 
 
 def train(
     folder: str, kind: str, options: dict[str, Any], data: int = 1, **of_fit: Any
-) -> tuple[list[float], list[float], float]:
-    """Train on the ranks of this process's group; return losses, norms and the last divergence."""
+) -> tuple[list[float], list[float], list[float]]:
+    """Train on the ranks of this process's group; return losses, norms, and the last divergence and
+    rewards.
+    """
     explicit = PipelineOptions(explicit_steps=True)
     strategy = MegatronStrategy(pipeline_options=explicit, **options)
     record = Losses()
@@ -109,7 +115,8 @@ def train(
     )
     rows: Any = make_rows()
     fit.fit(module, DataLoader(rows, batch_size=BATCH // data))
-    return record.losses, record.norms, float(fit.callback_metrics["kl"])
+    names = ("kl", "rewards_desirable", "rewards_undesirable")
+    return record.losses, record.norms, [float(fit.callback_metrics[name]) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -132,12 +139,14 @@ _ALL = [
 )
 def test_kto_equals_torch(folder: str, kind: str, layout: str) -> None:
     """The divergence is that of the whole step, whatever micro-batches and replicas."""
-    losses, norms, divergences = alone(kind)
+    losses, norms, divergences, rewards = alone(kind)
     world, data, options = LAYOUTS[layout]
-    for own, own_norms, kl in run_ranks(world, train, folder, kind, options, data, timeout_s=200):
+    for own, own_norms, logged in run_ranks(
+        world, train, folder, kind, options, data, timeout_s=200
+    ):
         assert own_norms == pytest.approx(norms, rel=1e-5)  # fp32, sums in another order
         assert own == pytest.approx(losses, rel=1e-5) or data > 1
-        assert kl == pytest.approx(divergences[-1], rel=1e-4, abs=1e-6)
+        assert logged == pytest.approx([divergences[-1], *rewards], rel=1e-4, abs=1e-6)
     assert divergences[-1] > 0
 
 

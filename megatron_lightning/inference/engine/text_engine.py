@@ -93,7 +93,6 @@ class Engine(TextModel):
             if self.options.record_routes
             else None
         )
-        self._part = part
         self._drafter = make_drafter(
             model, self.options, part.partition, in_lockstep=self.steps_together
         )
@@ -200,13 +199,6 @@ class Engine(TextModel):
                 self._scheduler = None
                 if not self._keeps_cache:
                     self._cache = None
-
-    @property
-    def steps_together(self) -> bool:
-        """Whether forwards are collectives of several replicas with different requests."""
-        layout = self.context.layout
-        shares_experts = layout.ep > 1 and layout.tp % (layout.etp * layout.ep) != 0
-        return self._part.units is not None or shares_experts
 
     @property
     def _has_pages(self) -> bool:

@@ -110,6 +110,13 @@ class TextModel(ABC):
         """Most input tokens of the model."""
         return self.requests.longest
 
+    @property
+    def steps_together(self) -> bool:
+        """Whether forwards are collectives of several replicas with different requests."""
+        layout = self.context.layout
+        shares_experts = layout.ep > 1 and layout.tp % (layout.etp * layout.ep) != 0
+        return shares_experts or not self._uses_inference_mode  # weights gathered by FSDP
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

@@ -15,6 +15,7 @@ from megatron_lightning.config.value_checks import check_counts
 from megatron_lightning.data.rollouts.generation import Generation, Rollout
 from megatron_lightning.data.rollouts.seeds import seed_of
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.engine.own_generate import OwnGenerate
 from megatron_lightning.inference.engine.uncached_loop import Sampling
 from megatron_lightning.modules.model_facts import ModelFacts
 from megatron_lightning.modules.post_training.trained_generation import most_positions
@@ -95,8 +96,7 @@ class OwnTexts:
             )
             for place in places
         ]
-        strategy: Any = trainer.strategy
-        engine = strategy.engine(model=model, stops=self._ends(trainer))
+        engine = sampling_engine(trainer.strategy, model, self._ends(trainer))
         texts = engine.continue_each([prompts[place] for place in places], samplings)
         answers: dict[int, list[int]] = {
             place: text.sampled_tokens for place, text in zip(places, texts, strict=True)
@@ -110,6 +110,29 @@ class OwnTexts:
         ends = ModelFacts.of_module(trainer.lightning_module).generation_ends()
         tokenizer = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
         return ends or (() if tokenizer is None else (tokenizer.end,))
+
+
+def sampling_engine(strategy: Any, model: Any, stops: Sequence[int]) -> Any:
+    """Return the engine of a model in training.
+
+    Args:
+        strategy: Of the fit.
+        model: The model, or this rank's part.
+        stops: Ids of tokens that end a text.
+
+    Raises:
+        ConfigError: If replicas with other texts would wait for each other in a forward.
+    """
+    engine = strategy.engine(model=model, stops=stops)
+    replicas = engine.context.dp.size
+    if replicas > 1 and isinstance(engine, OwnGenerate) and engine.steps_together:
+        raise ConfigError(
+            f"answers are sampled on {replicas} replicas by the generate of a "
+            f"{type(model).__name__}, whose forward all of them run together (fsdp, or experts "
+            "over data ranks), and their texts have different lengths. Set data_parallel to "
+            "zero1 and expert_model_parallel_size to 1, or train a GPTLightningModule."
+        )
+    return engine
 
 
 def padded_rows(

@@ -27,8 +27,10 @@ from megatron_lightning.inference.engine.text_model import Completion
 from megatron_lightning.inference.engine.uncached_loop import Sampling
 from megatron_lightning.layers.losses.advantages import without_signal
 from megatron_lightning.modules.post_training.episodes import SECONDS, TURNS, Episodes
+from megatron_lightning.modules.post_training.own_texts import sampling_engine
 from megatron_lightning.modules.post_training.policy_options import PolicyOptions
 from megatron_lightning.modules.post_training.rollout_data import RolloutDataModule
+from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
 
 T = TypeVar("T")
@@ -183,17 +185,25 @@ class RolloutSampler:
         )
         try:
             wanted = self._from_first(episodes.begin)
-            while wanted:
+            engine = self._engine()
+            while self._any_replica(bool(wanted)):
                 samplings = [
                     Sampling(max_new_tokens=most, temperature=policy.temperature, seed=seed)
                     for _, most, seed in wanted
                 ]
-                texts = self._engine().continue_each([ids for ids, _, _ in wanted], samplings)
+                texts = engine.continue_each([ids for ids, _, _ in wanted], samplings)
                 wanted = self._from_first(partial(episodes.take, texts))
             self._from_first(episodes.end)
         finally:
             episodes.close()
         return self._from_first(lambda: self._rows_of(episodes, first, list(prompts)))
+
+    def _any_replica(self, wants: bool) -> bool:
+        """Return whether a replica wants another turn. A call of the engine is a collective of all:
+        those whose conversations have ended call it without texts.
+        """
+        flag = torch.tensor(int(wants), device=self._context.device)
+        return bool(all_reduce(flag, self._context.dp, "max"))
 
     def _rows_of(
         self, episodes: Episodes, first: int, slots: Sequence[int]
@@ -211,7 +221,7 @@ class RolloutSampler:
         return seed_of(self._data.options.seed, number, turn, slot)
 
     def _engine(self) -> Any:
-        return self._strategy.engine(model=self._model, stops=self._data.end_ids)
+        return sampling_engine(self._strategy, self._model, self._data.end_ids)
 
     def _completions(
         self, prompts: Sequence[Prompt], seeds: Sequence[int]

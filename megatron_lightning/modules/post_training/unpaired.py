@@ -114,6 +114,7 @@ class UnpairedModule(ReferencedModule):
 
     has_explicit_steps = False
     """Whether steps get full batches and run the pipeline themselves."""
+    _rewards: list[Tensor]  # sums and numbers [2, 2] of the step's micro-batches, by kind
 
     def num_items(self, batch: Batch) -> Tensor:
         """Return the number of answers."""
@@ -135,7 +136,19 @@ class UnpairedModule(ReferencedModule):
         divergence = mean_divergence(now - before, self.context)
         self.log("kl", divergence)
         rows["divergence"] = divergence.expand(len(rows["tokens"]))
-        return self._run(lambda part: step(part, batch_idx), rows)
+        self._rewards = [rows["divergence"].new_zeros(2, 2)]
+        result = self._run(lambda part: step(part, batch_idx), rows)
+        self._log_rewards()
+        return result
+
+    def _log_rewards(self) -> None:
+        """Log the mean reward of each kind of answer, over all rows of the step. A collective."""
+        totals = torch.stack(self._rewards).sum(0)
+        if self.context is not None:  # the last stage of every replica has them
+            totals = all_reduce(all_reduce(totals, self.context.pp), self.context.dp)
+        for name, (total, count) in zip(("desirable", "undesirable"), totals, strict=True):
+            if count > 0:
+                self.log(f"rewards_{name}", total / count)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Log ``val_loss``, the mean over all pairs.
@@ -201,10 +214,7 @@ class UnpairedModule(ReferencedModule):
         difference = policy - (rows["reference"] if reference is None else reference)
         desirable = rows["desirable"]
         mean = loss(difference, desirable, rows["divergence"]).mean()
-        if self._trainer is not None:
-            rewards = loss.beta * difference.detach()
-            for name, chosen in (("desirable", desirable), ("undesirable", ~desirable)):
-                count = int(chosen.sum())
-                reward = (rewards * chosen).sum() / max(count, 1)
-                self.log(f"rewards_{name}", reward, sync_dist=True, batch_size=max(count, 1))
+        chosen = torch.stack([desirable, ~desirable]).to(difference.dtype)
+        rewards = loss.beta * difference.detach() * chosen
+        self._rewards.append(torch.stack([rewards.sum(1), chosen.sum(1)], 1))
         return mean if balancing is None else mean + balancing, self.num_items(rows)

@@ -64,6 +64,20 @@ class Guess:
         _closed["guess"] += 1
 
 
+class Uneven(Guess):
+    """Talks as many turns as the question says, from 0 on: a reset without a turn raises."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[dict[str, str]]:
+        self.most = row["kind"]
+        if not self.most:
+            raise OSError("nothing to talk about")
+        return super().reset(row, seed)
+
+    async def step(self, messages: list[dict[str, str]], answer: str) -> Turn:
+        turn = await super().step(messages, answer)
+        return turn._replace(done=self.count >= self.most)
+
+
 class Moody(Guess):
     """Fails by the question: raises, sleeps, hangs, returns None, or all is well."""
 
@@ -160,10 +174,17 @@ def test_turns_are_sampled_trained_and_replayed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
 def test_every_layout_talks_alike(tmp_path: Path, layout: str) -> None:
+    """Also if the conversations of one replica are longer."""
     write(tmp_path)
-    whole = fit(str(tmp_path))
-    options = {"dp": {}, "tp": {TP: 2}, "pp": {PP: 2, "micro_batch_size": 2}}[layout]
-    of_data = {"batch_size": 2 if layout == "dp" else 4, "folder": str(tmp_path / "own")}
+    uneven = {"environment": f"{HERE}.Uneven"}
+    whole = fit(str(tmp_path), of_data=uneven)
+    options = {
+        "dp": {},
+        "tp": {TP: 2},
+        "pp": {PP: 2, "micro_batch_size": 2},
+    }[layout]
+    size = 2 if layout == "dp" else 4
+    of_data = {"batch_size": size, "folder": str(tmp_path / "own"), **uneven}
     for own in run_ranks(2, _on_ranks, str(tmp_path), options, of_data, timeout_s=600):
         assert own.norms == pytest.approx(whole.norms, rel=1e-5)
         assert all(m["sampler_difference_max"] < 1e-5 for m in own.metrics)

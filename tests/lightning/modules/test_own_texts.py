@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.engine.own_generate import OwnGenerate
 from megatron_lightning.modules import DistillationModule, GPTLightningModule
-from megatron_lightning.modules.post_training.own_texts import OwnTexts
+from megatron_lightning.modules.post_training.own_texts import OwnTexts, sampling_engine
+from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.layouts import TP, tiny_config
 from tests.helpers.preferences import SGDOptions
@@ -109,6 +112,21 @@ def test_a_share_of_the_steps_is_sampled() -> None:
     own = [not tokens[:, :12].equal(given) for (tokens, _), given in zip(seen, rows, strict=True)]
     assert own == [OwnTexts(share=0.5).is_step(step) for step in range(STEPS)]
     assert len(set(own)) == 2
+
+
+def test_replicas_that_wait_for_each_other_do_not_generate_alone() -> None:
+    for uses_inference_mode, layout in (
+        (False, ParallelLayout()),
+        (True, ParallelLayout(expert_model_parallel_size=2)),
+    ):
+        engine: Any = object.__new__(OwnGenerate)
+        engine._uses_inference_mode = uses_inference_mode
+        engine.context = SimpleNamespace(layout=layout, dp=SimpleNamespace(size=2))
+        strategy = SimpleNamespace(engine=lambda engine=engine, **_: engine)
+        with pytest.raises(ConfigError, match="on 2 replicas by the generate of a Linear"):
+            sampling_engine(strategy, torch.nn.Linear(1, 1), ())
+        engine.context.dp.size = 1
+        assert sampling_engine(strategy, None, ()) is engine
 
 
 def test_what_cannot_be_sampled_is_refused() -> None:
