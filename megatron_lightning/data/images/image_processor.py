@@ -168,6 +168,8 @@ class ImageProcessor:
     """Added tokens that stand for images."""
     word_ids: tuple[int, ...] = ()
     """Their ids."""
+    max_growths: int | None = None
+    """Sizes of images whose growth is remembered, at most. None: any number."""
     _does_grow = True
 
     def growth(self, sizes: Sequence[Size]) -> list[str]:
@@ -180,9 +182,12 @@ class ImageProcessor:
             return [self.placeholder] * len(sizes)
         keys = [(size, len(sizes)) for size in sizes]
         if any(key not in self._growth for key in keys):
+            if self.max_growths is not None and len(self._growth) >= self.max_growths:
+                self._growth.clear()
             offsets, _ = self._asked(self.placeholder * len(sizes), sizes)
             texts = [one["replacement"] for one in offsets]
             self._growth |= dict(zip(keys, texts, strict=True))
+            return texts
         return [self._growth[key] for key in keys]
 
     def tokens(self, text: str) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
 from megatron_lightning.data.chat.conversations import Chat, parse_row
 from megatron_lightning.data.images.image_files import (
     ImageFiles,
+    Size,
     named,
     picture,
     size_of,
@@ -28,6 +29,12 @@ class Prompt(NamedTuple):
     ids: list[int]
     entries: Mapping[str, Any] | None = None
     """Entries of images, tensors by name. None: the prompt is text."""
+
+
+Check = Callable[[str, int], object]
+"""Called with the text around images and the number of tokens of all images."""
+_MAX_GROWTHS = 256
+"""Remembered sizes of images, at most: clients choose them."""
 
 
 class ImagePrompts:
@@ -51,6 +58,7 @@ class ImagePrompts:
         self.processor = processor
         self._template = template
         self._limits = max_images, max_pixels
+        processor.max_growths = _MAX_GROWTHS
         processor.find_placeholder(template.with_image())
 
     @classmethod
@@ -83,7 +91,13 @@ class ImagePrompts:
         return cls(processor, ChatTemplate(source, tokens.special_tokens), **limits)
 
     def of_messages(
-        self, where: str, messages: Sequence[Any], folder: Path | None = None, **fields: Any
+        self,
+        where: str,
+        messages: Sequence[Any],
+        folder: Path | None = None,
+        *,
+        check: Check | None = None,
+        **fields: Any,
     ) -> Prompt:
         """Return the prompt of a conversation, for the model to answer.
 
@@ -91,6 +105,7 @@ class ImagePrompts:
             where: Place of the conversation, for messages.
             messages: Messages in OpenAI's form.
             folder: Folder of image files. None: images are data URLs and bytes.
+            check: Raises if the prompt is too long, before any pixel is decoded.
             fields: Further fields of the row, such as ``images`` or ``tools``.
 
         Raises:
@@ -99,7 +114,7 @@ class ImagePrompts:
         chat = parse_row(Row(where, {**fields, "messages": list(messages)}))
         if not isinstance(chat, Chat):
             raise DataError(f"{where}: a prompt with images needs messages")
-        return self.of_chat(chat, folder)
+        return self.of_chat(chat, folder, check)
 
     def of_question(self, text: str, images: Sequence[str]) -> Prompt:
         """Return the prompt of a user's message: image files, and a text behind them.
@@ -130,20 +145,24 @@ class ImagePrompts:
         """
         if self.processor.placeholder not in text:
             text = text.replace(TAG, self.processor.placeholder)
-        return self._of_text("a prompt", text, pictures)
+        self._check_places("a prompt", text, len(pictures))
+        return self._made("a prompt", text, pictures)
 
-    def _of_text(self, where: str, text: str, pictures: Sequence[Any]) -> Prompt:
+    def _check_places(self, where: str, text: str, num_images: int) -> None:
         processor, placeholder = self.processor, self.processor.placeholder
         # Of the whole text: a template writes roles, tools and calls as well as content.
         rest, number = text.replace(placeholder, ""), text.count(placeholder)
         word = next((word for word in processor.words if word in rest), placeholder)
-        if word in rest or number > len(pictures):
+        if word in rest or number > num_images:
             raise DataError(
                 f"{where} has {word} as words, which {processor.name} reads as an image; write "
                 "other words"
             )
-        if number < len(pictures):
-            raise DataError(f"{where} has {number} places {placeholder} for {len(pictures)} images")
+        if number < num_images:
+            raise DataError(f"{where} has {number} places {placeholder} for {num_images} images")
+
+    def _made(self, where: str, text: str, pictures: Sequence[Any]) -> Prompt:
+        processor = self.processor
         if not pictures:
             return Prompt(processor.tokens(text))
         ids, entries = processor.document(text, [one.convert("RGB") for one in pictures])
@@ -159,28 +178,35 @@ class ImagePrompts:
         """Return the number of ids that stand for images."""
         return sum(map(self.processor.word_ids.__contains__, ids))
 
-    def of_chat(self, chat: Chat, folder: Path | None = None) -> Prompt:
+    def of_chat(self, chat: Chat, folder: Path | None = None, check: Check | None = None) -> Prompt:
         """Return the prompt of a parsed conversation. See :meth:`of_messages`."""
         if chat.num_unplaced:
             raise DataError(
                 f"{chat.where}: {chat.num_unplaced} images have no place in the messages"
             )
         text = self._template.prompt(replace(chat, placeholder=self.processor.placeholder))
-        return self._of_text(chat.where, text, self._pictures(chat, ImageFiles(folder)))
+        self._check_places(chat.where, text, len(chat.images))
+        images = self._opened(chat, ImageFiles(folder))
+        if check is not None:
+            grown = self.processor.growth([size for _, _, size in images]) if images else []
+            num_tokens = sum(len(self.processor.tokens(one)) for one in grown)
+            check(text.replace(self.processor.placeholder, ""), num_tokens)
+        return self._made(chat.where, text, [picture(where, data) for where, data, _ in images])
 
-    def _pictures(self, chat: Chat, files: ImageFiles) -> list[Any]:
+    def _opened(self, chat: Chat, files: ImageFiles) -> list[tuple[str, bytes, Size]]:
+        """Return place, bytes and size of each image. No pixel is decoded."""
         most, most_pixels = self._limits
         if most is not None and len(chat.images) > most:
             raise DataError(f"{chat.where} has {len(chat.images)} images; at most {most} are taken")
-        pictures = []
+        images = []
         for source in chat.images:
             data, path = files.read(source)
             where = named(source.where, path)
-            height, width = size_of(where, data)  # by the header: no pixel is decoded
+            height, width = size_of(where, data)
             if most_pixels is not None and height * width > most_pixels:
                 raise DataError(
                     f"{where}: an image has {width} x {height} pixels; at most {most_pixels:,} are "
                     "taken"
                 )
-            pictures.append(picture(where, data))
-        return pictures
+            images.append((where, data, (height, width)))
+        return images

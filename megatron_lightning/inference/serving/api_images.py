@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_lightning.data.images.image_prompts import ImagePrompts, Prompt
+from megatron_lightning.data.images.image_prompts import Check, ImagePrompts, Prompt
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.inference.serving.api_models import ApiError, ChatBody, ImagePart, shown
 
 
 def chat_with_images(
-    request: ChatBody, body: Mapping[str, Any], images: ImagePrompts | None
+    request: ChatBody, body: Mapping[str, Any], images: ImagePrompts | None, check: Check
 ) -> Prompt:
     """Return the prompt of a chat with images.
 
@@ -19,6 +19,7 @@ def chat_with_images(
         request: The request.
         body: The same as JSON.
         images: Makes prompts with images. None: the model reads text alone.
+        check: Raises if the prompt is too long, before any pixel is decoded.
 
     Raises:
         ApiError: If the model reads text alone, or an image or a message cannot be used.
@@ -43,6 +44,7 @@ def chat_with_images(
         return images.of_messages(
             "the request",
             [_without_nulls(message) for message in body["messages"]],
+            check=check,
             tools=tools or None,
             chat_template_kwargs=request.chat_template_kwargs,
         )

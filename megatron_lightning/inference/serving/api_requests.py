@@ -109,7 +109,14 @@ def parse(
         )
     entries = None
     if isinstance(request, ChatBody) and has_images(body):
-        ids, entries = chat_with_images(request, body, images)
+        chat, encode = request, partial(codec.ids, special=False)
+
+        def check(text: str, num_image_tokens: int) -> None:
+            """Refuse a chat that is too long, before its images are decoded."""
+            number = len(_encoded(encode, text, longest)) + num_image_tokens
+            _most_new_tokens(chat, number, longest)
+
+        ids, entries = chat_with_images(request, body, images, check)
         prompts, echo, tools = [ids], False, _tools(request)
     elif isinstance(request, ChatBody):
         text = _conversation(request, body, codec)

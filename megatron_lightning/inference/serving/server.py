@@ -159,6 +159,7 @@ class Server:
             raise ApiError(408, "the body took longer than this server allows.") from error
         except ClientDisconnect:
             return Response(status_code=_GONE)
+        self._check_free(1)  # before texts are encoded and images decoded
         async with self._parsing:
             # Beside the event loop: a long prompt takes seconds.
             request = await asyncio.to_thread(
@@ -220,6 +221,9 @@ class Server:
                 f"{self._stepping.max_queue} at once. Send fewer prompts, or lower n."
             )
             raise ApiError(400, message, "prompt")
+        self._check_free(number)
+
+    def _check_free(self, number: int) -> None:
         if number > self._stepping.room:
             raise ApiError(429, "too many requests wait. Try again later.")
 

@@ -21,6 +21,7 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from megatron_lightning.checkpoint.text_record import TextRecord
+from megatron_lightning.data.images import image_prompts
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.inference.commands.generate import generate
 from megatron_lightning.inference.commands.load import find_codec, find_image_prompts
@@ -179,7 +180,9 @@ def _bomb() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk + b"\0\0\0\0IDAT"
 
 
-def test_a_server_answers_about_data_urls_alone(tmp_path: Path) -> None:
+def test_a_server_answers_about_data_urls_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("fastapi")
     pytest.importorskip("httpx")
     from starlette.testclient import TestClient
@@ -215,6 +218,11 @@ def test_a_server_answers_about_data_urls_alone(tmp_path: Path) -> None:
         assert answer["choices"][0]["message"]["content"] == expected
         assert asked(image, stream=True).text.count('"delta"') > 1
         assert asked().status_code == 200
+        with monkeypatch.context() as patch:  # no pixel of a prompt that is too long is decoded
+            patch.setattr(image_prompts, "picture", None)
+            assert "longer than the 512" in asked(image, max_tokens=510).text
+            patch.setattr(stepping, "max_queue", 0)
+            assert asked(image).status_code == 429
         draw_image(tmp_path / "large.png", 1_001, 1_000)
         for content, match in (
             (
@@ -230,6 +238,7 @@ def test_a_server_answers_about_data_urls_alone(tmp_path: Path) -> None:
             ([_url(b"no image")], "cannot be decoded"),
             ([image, image, image], "at most 2"),
             ([image, words("<|image_pad|>")], "as words"),
+            ([image, words("a " * 5000)], "longer than the 512 tokens"),
         ):
             refused = asked(*content)
             assert refused.status_code == 400, content
