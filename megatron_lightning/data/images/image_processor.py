@@ -36,6 +36,10 @@ Dims = dict[int, str]
 Entries = dict[str, Tensor]
 
 
+class NoProcessorError(ConfigError):
+    """A folder without a processor: its model reads text alone."""
+
+
 class ImageProcessor:
     """Text and pictures -> ids and entries of a model.
 
@@ -304,7 +308,7 @@ def _kind(folder: Path, *, trusts: bool) -> Any:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trusts)
         if type(config) in PROCESSOR_MAPPING:
             return PROCESSOR_MAPPING[type(config)]
-    raise ConfigError(
+    raise NoProcessorError(
         f"{folder} has no processor known to transformers, which chats with images need; copy "
         f"{PROCESSOR_CONFIG} and {IMAGE_PROCESSOR_CONFIG} of the model into the folder"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from megatron_lightning.data.images.image_files import (
     size_of,
 )
 from megatron_lightning.data.images.image_parts import IMAGE, TAG, ImageSource
-from megatron_lightning.data.images.image_processor import ImageProcessor
+from megatron_lightning.data.images.image_processor import ImageProcessor, NoProcessorError
 from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.errors import ConfigError, DataError
 
@@ -35,6 +36,21 @@ Check = Callable[[str, int], object]
 """Called with the text around images and the number of tokens of all images."""
 _MAX_GROWTHS = 256
 """Remembered sizes of images, at most: clients choose them."""
+
+
+def prompts_if_any(load: Callable[[], ImagePrompts]) -> ImagePrompts | None:
+    """Return the prompts of a model. None: the model reads text alone. If the reason is another one
+    than a folder without a processor, the reason is printed.
+    """
+    try:
+        return load()
+    except NoProcessorError:
+        return None
+    except (ConfigError, DataError) as error:
+        warnings.warn(
+            f"images cannot be read, and the model gets text alone: {error}", stacklevel=2
+        )
+        return None
 
 
 class ImagePrompts:

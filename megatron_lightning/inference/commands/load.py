@@ -33,12 +33,12 @@ from megatron_lightning.checkpoint.kept_files import (
 from megatron_lightning.checkpoint.text_record import end_tokens, read_texts
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.config.class_paths import config_of_checkpoint
-from megatron_lightning.data.images.image_prompts import ImagePrompts
+from megatron_lightning.data.images.image_processor import NoProcessorError
+from megatron_lightning.data.images.image_prompts import ImagePrompts, prompts_if_any
 from megatron_lightning.data.text.tokenizers import TokenizerType
 from megatron_lightning.errors import (
     CheckpointError,
     ConfigError,
-    DataError,
     MissingCheckpointError,
 )
 from megatron_lightning.file_names import ADAPTER_CONFIG, CONFIG, SENTENCEPIECE
@@ -294,7 +294,7 @@ def find_image_prompts(
         else:
             tokenizer = None
         if tokenizer is None:
-            raise ConfigError(
+            raise NoProcessorError(
                 f"{checkpoint} has no processor of images: it is no model of transformers with a "
                 "vision tower. Leave images out, or name such a model."
             )
@@ -312,10 +312,7 @@ def image_prompts_of(
     """
     if not isinstance(engine, OwnGenerate):
         return None
-    try:
-        return find_image_prompts(checkpoint, codec, **limits)
-    except (ConfigError, DataError):  # no processor of images
-        return None
+    return prompts_if_any(lambda: find_image_prompts(checkpoint, codec, **limits))
 
 
 def find_stops(

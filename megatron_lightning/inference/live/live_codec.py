@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 
 from megatron_lightning.bridge.folders.remembered_folders import kept_folders, text_record
 from megatron_lightning.checkpoint.kept_files import KeptFiles
-from megatron_lightning.data.images.image_prompts import ImagePrompts
+from megatron_lightning.data.images.image_prompts import ImagePrompts, prompts_if_any
 from megatron_lightning.data.text.tokenizers import TokenizerType
-from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.commands.text_codec import (
     Codec,
     codec_of,
@@ -65,9 +67,7 @@ def find_image_prompts(module: nn.Module, codec: Codec) -> ImagePrompts | None:
     """
     tokenizer = getattr(codec, "tokenizer", None)
     for kept in kept_folders(module).values() if tokenizer is not None else ():
-        try:
-            with kept.files.unpacked() as folder:
-                return ImagePrompts.load(folder, tokenizer)
-        except (ConfigError, DataError):  # no processor of images
-            continue
+        with kept.files.unpacked() as folder:
+            if found := prompts_if_any(partial(ImagePrompts.load, folder, tokenizer)):
+                return found
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
+import warnings
 import zlib
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from PIL import Image
 
 from megatron_lightning.checkpoint.text_record import TextRecord
 from megatron_lightning.data.images import image_prompts
+from megatron_lightning.data.images.image_prompts import prompts_if_any
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.inference.commands.generate import generate
 from megatron_lightning.inference.commands.load import find_codec, find_image_prompts
@@ -127,6 +129,27 @@ def test_the_template_and_settings_of_training_write_the_prompt(tmp_path: Path) 
     trained.tokenizer.chat_template = f"Look: {trained.tokenizer.chat_template}"
     own = find_image_prompts(folder, trained).of_question("what", paths)
     assert codec.decode(own.ids).startswith("Look: ")
+
+
+def test_a_broken_processor_is_no_model_of_text(tmp_path: Path) -> None:
+    def load(name: str) -> None:
+        folder = tmp_path / name
+        codec = find_codec(folder)
+        assert prompts_if_any(lambda: find_image_prompts(folder, codec)) is None
+
+    for name in ("broken", "text"):
+        folder = tmp_path / name
+        folder.mkdir()
+        for one in _folder("llava").iterdir():
+            if one.name != "preprocessor_config.json" and one.suffix != ".safetensors":
+                (folder / one.name).write_bytes(one.read_bytes())
+    for one in ("processor_config.json", "config.json"):
+        (tmp_path / "text" / one).unlink()
+    with pytest.warns(UserWarning, match="text alone: .* has no image processor"):
+        load("broken")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        load("text")
 
 
 def test_words_of_images_are_refused_wherever_a_template_writes_them(tmp_path: Path) -> None:
