@@ -91,7 +91,8 @@ class ImagePrompts:
         """
         tokens = ChatTokenizer.load(tokenizer)
         processor = ImageProcessor.load(folder, tokens.tokenizer, {})
-        source, own = processor.chat_template, tokens.chat_template
+        source: str | Mapping[str, str] | None = processor.chat_template
+        own = tokens.chat_template
         # In training too: a template of the user's own wins, then the processor's.
         if (
             own
