@@ -352,7 +352,7 @@ def test_states_of_an_unread_stream_do_not_pile_up() -> None:
     class Told:
         sink: Any = None
 
-        def add(self, tokens: Any, sampling: Any, num_scored: int, sink: Any) -> int:
+        def add(self, tokens: Any, sampling: Any, num_scored: int, sink: Any, *_: Any) -> int:
             self.sink = sink
             return 1
 
