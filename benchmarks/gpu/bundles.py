@@ -1,4 +1,4 @@
-"""What a GPU machine without a package index lacks: a newer NCCL, and Transformer Engine.
+"""Bundles for a GPU machine without a package index: a newer NCCL, and Transformer Engine.
 
     python -m benchmarks.gpu.bundles FOLDER                    # from PyPI's wheels
     python -m benchmarks.gpu --bundles FOLDER --budget 8m ...  # there: unpacked before use

@@ -48,7 +48,7 @@ class Result(NamedTuple):
     """passed, failed or skipped."""
     seconds: float
     text: str = ""
-    """What a failure says, or why a test was skipped."""
+    """Error of a failure, or the reason of a skip."""
     numbers: Mapping[str, Any] | None = None
     """Of a case."""
 

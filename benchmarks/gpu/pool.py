@@ -79,7 +79,7 @@ class Pool:
     until: float
     """Of ``time.monotonic``: jobs that are expected to end later are left."""
     deadline: float
-    """What still runs then is cut."""
+    """Of ``time.monotonic``: running jobs are cut."""
     log: Path
     """Takes what the workers print."""
     env: Mapping[str, str]

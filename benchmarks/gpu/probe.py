@@ -35,7 +35,7 @@ WORKS = ("all_reduce", "send and receive", "all_to_all")
 
 
 class Found(NamedTuple):
-    """What the tests may use."""
+    """The setting that works, for the tests."""
 
     env: Mapping[str, str]
     said: Mapping[str, Any]

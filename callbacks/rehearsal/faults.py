@@ -92,7 +92,7 @@ class InjectedFault(RuntimeError):
 
 
 def strike(kind: FaultKind) -> None:
-    """Let this process fail once.
+    """Fail this process once.
 
     Raises:
         InjectedFault: For the kind ``exception``.

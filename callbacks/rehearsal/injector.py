@@ -1,4 +1,4 @@
-"""Let ranks fail at chosen steps, once in the life of a run's folder."""
+"""Injection of faults at chosen steps, once in the life of a run's folder."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class DataParallelOptions:
     """fsdp: reduce-scatter gradients after every micro-batch instead of once a step. Full gradients
     are then never kept."""
     whole_tensors: bool = False
-    """Let one rank step each full parameter, also for optimizers that look element-wise when tried.
+    """Step each full parameter on one rank, also with optimizers that look element-wise when tried.
     Known element-wise optimizers, such as AdamW, still divide parameters."""
 
     def __post_init__(self) -> None:

@@ -193,6 +193,7 @@ class DistillationModule(ObjectiveModule):
         if not self.has_explicit_steps:
             return super().training_step(batch, batch_idx)
         rows, trainer = batch, self.trainer
+        self.own_texts.check(trainer.strategy, batch)
         if self.own_texts.is_step(trainer.global_step):
             number = trainer.fit_loop.total_batch_idx
             rows = self.own_texts.rows(trainer, self.model.trained, batch, number)

@@ -193,6 +193,26 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         return places
 
 
+def document_row(document: Document, length: int, padding: int) -> dict[str, Tensor]:
+    """Return ``tokens``, ``labels`` (shifted) and ``padding`` [s] of a row with one document.
+
+    Args:
+        document: At most ``length`` ids.
+        length: Positions of the row (s).
+        padding: Id for filling the row.
+    """
+    ids, trained = document.ids, document.trained
+    tokens = np.full(length, padding, np.int64)
+    labels = np.full(length, IGNORED, np.int64)
+    tokens[: len(ids)] = ids
+    labels[: len(ids) - 1] = np.where(trained[1:], ids[1:], IGNORED)
+    return {
+        "tokens": torch.from_numpy(tokens),
+        "labels": torch.from_numpy(labels),
+        "padding": torch.arange(length) >= len(ids),
+    }
+
+
 class RowOrder(Sampler[tuple[int, ...]]):
     """Rows of an epoch of training, each as a tuple of documents.
 

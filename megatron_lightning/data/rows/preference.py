@@ -25,7 +25,7 @@ from megatron_lightning.data.chat.conversations import Chat, Text
 from megatron_lightning.data.chat.documents import Document, Documents
 from megatron_lightning.data.indexed.atomic_files import atomic_write
 from megatron_lightning.data.rows.cut_rows import FULL, FullRow
-from megatron_lightning.data.rows.packed_rows import IGNORED, Sources
+from megatron_lightning.data.rows.packed_rows import Sources, document_row
 from megatron_lightning.data.rows.packing import Numbers
 from megatron_lightning.data.rows.preference_rows import SIDES, parse_pair
 from megatron_lightning.data.rows.sources import Row
@@ -154,15 +154,11 @@ class PairDataset(Dataset[dict[str, Tensor]]):
         if isinstance(row, FullRow):
             sample[FULL] = True
         for name, document in zip(SIDES, (pair.chosen, pair.rejected), strict=True):
-            ids, trained = document.ids, document.trained
-            tokens = np.full(self._length, self._padding, np.int64)
-            labels = np.full(self._length, IGNORED, np.int64)
-            tokens[: len(ids)] = ids
-            labels[: len(ids) - 1] = np.where(trained[1:], ids[1:], IGNORED)
+            row_of = document_row(document, self._length, self._padding)
             sample |= {
-                name: torch.from_numpy(tokens),
-                f"{name}_labels": torch.from_numpy(labels),
-                f"{name}_padding": torch.arange(self._length) >= len(ids),
+                name: row_of["tokens"],
+                f"{name}_labels": row_of["labels"],
+                f"{name}_padding": row_of["padding"],
             }
         if pair.scores is not None:
             sample["scores"] = torch.from_numpy(np.array(pair.scores, np.float32))

@@ -20,7 +20,7 @@ from megatron_lightning.data.chat.documents import Document, Documents
 from megatron_lightning.data.flat_options import takes
 from megatron_lightning.data.rows.cut_rows import FULL, FullRow
 from megatron_lightning.data.rows.finetune_data import FinetuneData
-from megatron_lightning.data.rows.packed_rows import IGNORED, Part, Sources
+from megatron_lightning.data.rows.packed_rows import Part, Sources, document_row
 from megatron_lightning.data.rows.packing import Numbers, Rows
 from megatron_lightning.data.rows.row_options import RowOptions
 from megatron_lightning.data.rows.sources import Row
@@ -122,15 +122,8 @@ class UnpairedDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, row: int | tuple[int, ...]) -> dict[str, Tensor]:
         """Return a sample, by the number or by a tuple with the number."""
         one: Labeled = self._sources[row if isinstance(row, int) else row[0]]
-        ids, trained = one.document.ids, one.document.trained
-        tokens = np.full(self._length, self._padding, np.int64)
-        labels = np.full(self._length, IGNORED, np.int64)
-        tokens[: len(ids)] = ids
-        labels[: len(ids) - 1] = np.where(trained[1:], ids[1:], IGNORED)
         sample: dict[str, Any] = {
-            "tokens": torch.from_numpy(tokens),
-            "labels": torch.from_numpy(labels),
-            "padding": torch.arange(self._length) >= len(ids),
+            **document_row(one.document, self._length, self._padding),
             "desirable": torch.tensor(one.desirable),
             "row": torch.tensor(one.number),
         }

@@ -7,6 +7,7 @@ environment answers. Ids are only appended to (:mod:`megatron_lightning.data.rol
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -116,11 +117,14 @@ class Episodes:
             messages, tools = found[number].value or (None, None)
             if found[number].failure is not None:
                 episode.fail(str(found[number].failure))
+            elif messages is not None and not (messages and _are_messages(messages)):
+                self._refuse(episode, "reset_not_messages", messages)
+            if episode.failure is not None:
                 episode.prompt_ids = list(episode.prompt.ids) or [self._data.end_ids[0]]
                 continue
             if messages is None:
                 messages = episode.prompt.shown
-            if isinstance(messages, str) or not all(isinstance(one, Mapping) for one in messages):
+            if not (messages and _are_messages(messages)):
                 raise DataError(
                     f"the environment left its first messages to the row, whose prompt is "
                     f"{messages!r:.60}, not messages. Return messages from reset, or write "
@@ -137,6 +141,18 @@ class Episodes:
                     "messages from reset."
                 )
         return self._open()
+
+    def _refuse(self, episode: Episode, kind: str, value: Any) -> None:
+        """Count an answer that is none, and log the first of each kind."""
+        if kind not in self.failures:
+            _log.warning(
+                "An environment has returned %.200r. Its sample has no rewards, and is counted as "
+                "environment_failures/%s.",
+                value,
+                kind,
+            )
+        self.failures[kind] += 1
+        episode.fail(kind)
 
     def _turns(self, episode: Episode, tools: Any) -> Turns:
         data, row = self._data, episode.prompt.row
@@ -177,9 +193,9 @@ class Episodes:
         found = self._called("step", episodes, lambda one: _step(one.messages, one.answer))
         for number, (episode, answer) in enumerate(zip(episodes, answers, strict=True)):
             turn = _turn_of(found[number])
-            if isinstance(turn, str):
-                if found[number].failure is None:
-                    self.failures[turn] += 1
+            if isinstance(turn, str) and found[number].failure is None:
+                self._refuse(episode, turn, found[number].value)
+            elif isinstance(turn, str):
                 episode.fail(turn)
             else:
                 episode.take_reward(turn.reward)
@@ -207,6 +223,8 @@ class Episodes:
         for number, episode in enumerate(scorable):
             if found[number].failure is not None:
                 episode.fail(str(found[number].failure))
+            elif not _is_reward(found[number].value):
+                self._refuse(episode, "end_not_finite", found[number].value)
             else:
                 episode.take_reward(found[number].value)
         scorable = [one for one in scorable if one.failure is None]
@@ -255,8 +273,12 @@ class Episodes:
 
 
 def _reset(prompt: Prompt, seed: int) -> Callable[[Any], Any]:
+    row = dict(prompt.row)
+    if prompt.shown and _are_messages(prompt.shown):  # also of rows that call them otherwise
+        row["prompt"] = list(prompt.shown)
+
     async def reset(environment: Any) -> Any:
-        messages = environment.reset(dict(prompt.row), seed)
+        messages = environment.reset(row, seed)
         messages = await messages if hasattr(messages, "__await__") else messages
         return messages, getattr(environment, "tools", None)
 
@@ -283,14 +305,28 @@ def _turn_of(outcome: Outcome) -> Turn | str:
     try:
         turn = value if isinstance(value, Turn) else Turn(*value)
         messages = tuple(turn.messages or ())
-        if not all(isinstance(one, Mapping) and "role" in one for one in messages):
-            return "step_not_messages"
-        rewards = turn.reward if isinstance(turn.reward, Mapping) else {ENVIRONMENT: turn.reward}
-        if any(one is not None and float(one) - float(one) != 0.0 for one in rewards.values()):
-            return "step_not_finite"
     except (TypeError, ValueError):
         return "step_no_turn"
+    if not _are_messages(messages):
+        return "step_not_messages"
+    if not _is_reward(turn.reward):
+        return "step_not_finite"
     return turn._replace(messages=messages, done=bool(turn.done))
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(
+        isinstance(one, Mapping) and "role" in one for one in value
+    )
+
+
+def _is_reward(value: Any) -> bool:
+    """Return whether a value is a finite number, several by name, or None."""
+    rewards = value.values() if isinstance(value, Mapping) else (value,)
+    try:
+        return all(one is None or math.isfinite(one) for one in rewards)
+    except (TypeError, ValueError):
+        return False
 
 
 def _before_answer(episode: Episode) -> list[Message]:

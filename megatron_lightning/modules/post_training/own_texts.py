@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -59,6 +59,31 @@ class OwnTexts:
         draws = torch.Generator().manual_seed(seed_of(self.seed, "step", step))
         return bool(torch.rand((), generator=draws) < self.share)
 
+    def check(self, strategy: Any, batch: Batch) -> None:
+        """Check that answers to the prompts of a batch can be sampled, also in later steps.
+
+        Raises:
+            ConfigError: If rows are packed, the strategy has no engine, or the student is a part of
+                a pipeline.
+        """
+        context = getattr(strategy, "context", None)
+        if not isinstance(context, ParallelContext):
+            raise ConfigError(
+                f"on_policy is {self.share}, and a {type(strategy).__name__} has no engine "
+                "to sample answers with. Set strategy to a MegatronStrategy."
+            )
+        if context.pp.size > 1:
+            raise ConfigError(
+                f"on_policy is {self.share}, and pipeline_model_parallel_size={context.pp.size} "
+                "partitions student and teacher as one model, which samples no answers. Set "
+                "pipeline_model_parallel_size to 1, or on_policy to 0."
+            )
+        if "document_ids" in batch:
+            raise ConfigError(
+                f"on_policy is {self.share}, and the rows are packed, so that an answer would be "
+                "sampled behind other documents. Set packing of the data to none."
+            )
+
     def rows(self, trainer: pl.Trainer, model: Any, batch: Batch, number: int) -> Batch:
         """Return the rows of a batch with sampled answers. A collective of a replica.
 
@@ -68,26 +93,13 @@ class OwnTexts:
             batch: ``tokens`` and ``labels`` [b, s], shifted. The last trained answer of a row is
                 replaced. Rows without a label stay without one.
             number: Of the batch in the fit.
-
-        Raises:
-            ConfigError: If rows are packed, or the strategy has no engine.
         """
-        context = getattr(trainer.strategy, "context", None)
-        if not isinstance(context, ParallelContext):
-            raise ConfigError(
-                f"on_policy is {self.share}, and a {type(trainer.strategy).__name__} has no engine "
-                "to sample answers with. Set strategy to a MegatronStrategy."
-            )
-        if "document_ids" in batch:
-            raise ConfigError(
-                f"on_policy is {self.share}, and the rows are packed, so that an answer would be "
-                "sampled behind other documents. Set packing of the data to none."
-            )
+        dp = cast(Any, trainer.strategy).context.dp
         longest = most_positions(model)
         prompts = [prompt_of(*row) for row in zip(batch["tokens"], batch["labels"], strict=True)]
         places = [n for n, prompt in enumerate(prompts) if 0 < len(prompt) <= longest]
         # Rows are dealt out to the replicas in turn, so that a row's seed is that of one process.
-        size, first = context.dp.size, number * context.dp.size * len(prompts) + context.dp.rank
+        size, first = dp.size, number * dp.size * len(prompts) + dp.rank
         samplings = [
             Sampling(
                 max_new_tokens=min(self.max_completion_length, longest + 1 - len(prompts[place])),

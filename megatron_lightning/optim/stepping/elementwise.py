@@ -101,7 +101,7 @@ class Division(NamedTuple):
 
 
 class _Verdict(NamedTuple):
-    """What a rank found."""
+    """Findings of a rank."""
 
     failure: str = ""
     tried: frozenset[str] = frozenset()

@@ -29,7 +29,7 @@ from megatron_lightning.modules import (
     Turn,
 )
 from megatron_lightning.modules.post_training import sampling
-from megatron_lightning.modules.post_training.episodes import Episode, Episodes
+from megatron_lightning.modules.post_training.episodes import Episode, Episodes, _reset
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.chats import CHATML, make_tokenizer, write_rows
 from tests.helpers.layouts import PP, TP, tiny_config
@@ -219,6 +219,38 @@ def test_environments_that_fail_are_counted_and_closed(tmp_path: Path) -> None:
     assert rewards.count(None) == 16 and all(one % 2.0 == 0.0 for one in rewards if one)
 
 
+class Odd(Guess):
+    """Returns by the question: a text, no message, or a number as messages; no number, or no finite
+    one as reward.
+    """
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Any:
+        self.kind = row["kind"]
+        first = super().reset(row, seed)
+        return {0: "hello", 1: 5}.get(self.kind, first)
+
+    async def step(self, messages: list[dict[str, str]], answer: str) -> Turn:
+        turn = await super().step(messages, answer)
+        return turn._replace(messages=["again"], done=False) if self.kind == 2 else turn  # type: ignore[list-item]
+
+    def end(self) -> Any:
+        return {3: "good", 4: float("inf")}[self.kind]
+
+
+def test_odd_answers_of_environments_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path)
+    of_data = {"environment": f"{HERE}.Odd", "batch_size": 20}
+    counts = fit(str(tmp_path), of_data=of_data, steps=1).metrics[0]
+    for kind, count in (("reset_not_messages", 8), ("step_not_messages", 4), ("end_not_finite", 8)):
+        assert counts[f"environment_failures/{kind}"] == count
+    assert counts["unscored_rows"] == 20
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("An environment has returned" in one for one in said) == 3
+    assert any("returned 'hello'" in one or "returned 5" in one for one in said)
+
+
 class Rare(Guess):
     """Names a reward in some turns only."""
 
@@ -354,6 +386,14 @@ def test_tools_and_environments_of_trl_are_environments() -> None:
     assert turns[0].answer is not None
     assert turns[0].answer["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": 3}
     assert reward == 3.0
+
+
+def test_environments_get_the_messages_of_a_row_as_prompt() -> None:
+    asked = [{"role": "user", "content": "Buy."}]
+    row = {"messages": [*asked, {"role": "assistant", "content": "Done."}], "money": 5}
+    prompt = Prompt([], asked, row)
+    messages, _ = asyncio.run(_reset(prompt, 3)(ToolEnvironment(environment=f"{HERE}.Bank")))
+    assert messages == [{"role": "user", "content": "Buy. You have 5."}]
 
 
 @pytest.mark.parametrize(

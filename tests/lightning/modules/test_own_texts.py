@@ -15,6 +15,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine.own_generate import OwnGenerate
 from megatron_lightning.modules import DistillationModule, GPTLightningModule
 from megatron_lightning.modules.post_training.own_texts import OwnTexts, sampling_engine
+from megatron_lightning.parallel import ParallelContext
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.layouts import TP, tiny_config
@@ -129,7 +130,7 @@ def test_replicas_that_wait_for_each_other_do_not_generate_alone() -> None:
         assert sampling_engine(strategy, None, ()) is engine
 
 
-def test_what_cannot_be_sampled_is_refused() -> None:
+def test_what_cannot_be_sampled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     models = GPTLightningModule(STUDENT), GPTLightningModule(TEACHER)
     for options, message in (
         ({"on_policy": 1.5}, "share of the steps"),
@@ -144,6 +145,11 @@ def test_what_cannot_be_sampled_is_refused() -> None:
         trainer("auto", max_steps=1).fit(module, loader)
     with pytest.raises(ConfigError, match="explicit_steps=True"):
         trainer(MegatronStrategy(micro_batch_size=1), max_steps=1).fit(module, loader)
+    context = ParallelContext(ParallelLayout())
+    monkeypatch.setattr(context, "pp", SimpleNamespace(size=2))
+    strategy = SimpleNamespace(context=context)
+    with pytest.raises(ConfigError, match="pipeline_model_parallel_size=2 partitions student"):
+        OwnTexts(share=0.5).check(strategy, {})
     packed: Any = [{**row, "document_ids": torch.zeros(16, dtype=torch.long)} for row in _rows()]
     with pytest.raises(ConfigError, match="rows are packed"):
         trainer(MegatronStrategy(), max_steps=1).fit(module, DataLoader(packed, batch_size=2))
