@@ -15,6 +15,8 @@ from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.shards.spec import Shape, Shard
 
+_STATES = "optimizer_states."
+
 
 class ResizedVocabulary:
     """Wrap the source to resize vocabulary tensors to the model's: rows are left out, or are
@@ -61,15 +63,8 @@ def fit_vocabulary(
     Raises:
         CheckpointError: On every rank, if the vocabularies differ and ``resize`` is False.
     """
-    stored, rows = source.tensors(), {}
-    for name, info in stored.items():
-        shape = _shape_of(_parameter_of(name), shapes)
-        if (
-            shape is not None
-            and info.shape[1:] == shape[1:]
-            and info.shape[:1] not in ((), shape[:1])
-        ):
-            rows[name] = shape[0]
+    stored = source.tensors()
+    rows = _other_rows(stored, shapes)
     texts = [
         f"{name}: {stored[name].shape[0]} rows in the checkpoint, {size} in the model"
         for name, size in rows.items()
@@ -89,19 +84,37 @@ def fit_vocabulary(
     return ResizedVocabulary(source, rows)
 
 
-def _parameter_of(full: str) -> str:
-    """Return the parameter of a checkpoint's tensor (for names see ``checkpoint.naming``)."""
-    key, _, name = full.partition(".")
-    return name.partition(".state.")[2].rpartition(".")[0] if key == "optimizer_states" else name
+def _other_rows(stored: Mapping[str, TensorInfo], shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """Return the rows in the model of every tensor that has others in the checkpoint."""
+    rows, of_weights = dict[str, int](), set[tuple[str, int]]()
+    # An optimizer's state may have shapes of its own, such as one row of means: it is divided by
+    # the vocabulary only if it has the rows of the weight.
+    for full in sorted(stored, key=_is_state):
+        parameter, shape = _parameter_of(full, shapes), stored[full].shape
+        expected = shapes.get(parameter)
+        if expected is None or not shape or shape[1:] != expected[1:] or shape == expected:
+            continue
+        if not _is_state(full):
+            of_weights.add((parameter, shape[0]))
+        if (parameter, shape[0]) in of_weights:
+            rows[full] = expected[0]
+    return rows
 
 
-def _shape_of(name: str, shapes: Mapping[str, Shape]) -> Shape | None:
-    """Return the shape of the parameter at the end of a name: copies stand deeper in a
-    checkpoint.
+def _is_state(full: str) -> bool:
+    return full.startswith(_STATES)
+
+
+def _parameter_of(full: str, shapes: Mapping[str, Shape]) -> str:
+    """Return the parameter of a checkpoint's tensor (for names see ``checkpoint.naming``). Copies
+    stand deeper in a checkpoint. Empty: no parameter of the vocabulary.
     """
+    name = full.partition(".")[2]
+    if _is_state(full):
+        name = name.partition(".state.")[2].rpartition(".")[0]
     while name and name not in shapes:
         name = name.partition(".")[2]
-    return shapes.get(name)
+    return name
 
 
 def _stored_rows(shard: Shard, rows: int) -> Shard:
