@@ -36,10 +36,10 @@ from megatron_lightning.config import (
     TransformerConfig,
 )
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.launch.popen_launcher import ScriptLauncher
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
-from megatron_lightning.strategies.launch.popen_launcher import ScriptLauncher
 
 TABLE = slices.TABLE
 PAGE = machine.ROOT / "docs" / "support.md"

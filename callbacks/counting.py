@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.lightning_internals.loops import num_logged_steps
 from megatron_lightning.parallel.collectives import gather
 from megatron_lightning.pipeline.batch.microbatches import batch_size_of
-from megatron_lightning.strategies.lightning_internals import num_logged_steps
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
 _USUAL_ENTRIES = ("tokens", "input_ids")

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
-from megatron_lightning.strategies.lightning_internals import known_metrics
+from megatron_lightning.lightning_internals.trainer import known_metrics
 
 
 class LastLosses:

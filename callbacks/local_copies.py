@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 
 from megatron_lightning.checkpoint.format.storage import is_remote
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.strategies.lightning_internals import SavesBeside
+from megatron_lightning.lightning_internals.checkpoints import SavesBeside
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
 

@@ -22,12 +22,12 @@ from megatron_lightning.callbacks.counting import (
 )
 from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.planning import Memory, memory
-from megatron_lightning.strategies.lightning_internals import (
+from megatron_lightning.lightning_internals.loops import (
     is_accumulating,
     is_logging_step,
     num_logged_steps,
 )
+from megatron_lightning.planning import Memory, memory
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
 _GIB = 2**30

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.strategies.lightning_internals import is_accumulating
+from megatron_lightning.lightning_internals.loops import is_accumulating
 
 
 class ProfilerWindow(pl.Callback):

@@ -10,12 +10,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.launch.stopping import StopOnRequest, save_for_requeue
+from megatron_lightning.lightning_internals.checkpoints import SavesBeside
+from megatron_lightning.lightning_internals.loops import is_accumulating
 from megatron_lightning.resilience.exit_codes import STOPPED
 from megatron_lightning.resilience.lifecycle.stop_requests import Reason
 from megatron_lightning.step.agreed_stop import AgreedStop
 from megatron_lightning.strategies.checkpoint.loop_progress import await_validation
-from megatron_lightning.strategies.launch.stopping import StopOnRequest, save_for_requeue
-from megatron_lightning.strategies.lightning_internals import SavesBeside, is_accumulating
 
 
 class RescueCheckpoint(SavesBeside):

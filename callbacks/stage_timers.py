@@ -16,9 +16,9 @@ from megatron_lightning.callbacks.clock import Clock, Mark, OwnTime
 from megatron_lightning.callbacks.counting import log_values, values_of_ranks
 from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.lightning_internals.loops import is_accumulating, is_logging_step
 from megatron_lightning.pipeline.schedules.actions import Kind
 from megatron_lightning.pipeline.timeline import Timeline
-from megatron_lightning.strategies.lightning_internals import is_accumulating, is_logging_step
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
 _PHASES = ("forward", "backward", "other")

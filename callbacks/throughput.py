@@ -27,8 +27,8 @@ from megatron_lightning.callbacks.device_peak import DevicePeak, device_peak
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.lightning_internals.loops import is_accumulating, is_logging_step
 from megatron_lightning.planning import flops
-from megatron_lightning.strategies.lightning_internals import is_accumulating, is_logging_step
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
 _IN_PROGRESS_BAR = (

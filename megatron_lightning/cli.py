@@ -414,6 +414,6 @@ def _names_a_setting(error: Exception) -> bool:
     if raised_by != "lightning":
         # An object cannot be made from the settings.
         return raised_by == "jsonargparse" and isinstance(error, ValueError)
-    from megatron_lightning.strategies.lightning_internals import refuses_settings
+    from megatron_lightning.lightning_internals.trainer import refuses_settings
 
     return refuses_settings(error)

@@ -27,6 +27,7 @@ from megatron_lightning.checkpoint.format.plain_state import load_plain_file
 from megatron_lightning.cli_parser import OneLineParser
 from megatron_lightning.config.class_paths import imported_class
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.launch.restart import run_with_restarts
 from megatron_lightning.modules.gpt import GPTLightningModule
 from megatron_lightning.modules.language_model import LanguageModule
 from megatron_lightning.modules.named_optimizer import NamedOptimizer
@@ -34,7 +35,6 @@ from megatron_lightning.modules.objective import ObjectiveModule
 from megatron_lightning.modules.pretrain_data import PretrainDataModule
 from megatron_lightning.optim import ScheduledLR
 from megatron_lightning.resilience.restart import Restarts
-from megatron_lightning.strategies.launch.restart import run_with_restarts
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
 _MODULES = "megatron_lightning.modules"

@@ -52,13 +52,19 @@ from megatron_lightning.config import (
     StartMethod,
     StrategySettings,
 )
+from megatron_lightning.launch.hooks import LaunchHooks
+from megatron_lightning.launch.launcher import make_launcher
+from megatron_lightning.launch.ranks import ProcessGroups
+from megatron_lightning.launch.starts import Starts
+from megatron_lightning.launch.torchrun import sizes_of_torchrun
+from megatron_lightning.lightning_internals.checkpoints import chosen_checkpoint, read_folders
+from megatron_lightning.lightning_internals.trainer import attached_trainer
 from megatron_lightning.parallel.grid.context import GROUPS
 from megatron_lightning.parallel.grid.nccl import read_nccl_options
 from megatron_lightning.parallel.shards.sharding import ShardingPlan
 from megatron_lightning.step.agreed_stop import AgreedStop
 from megatron_lightning.step.options import StrategyOptions
 from megatron_lightning.step.progress import Progress
-from megatron_lightning.strategies import lightning_internals as internals
 from megatron_lightning.strategies.checkpoint.io import users_io
 from megatron_lightning.strategies.checks import preflight
 from megatron_lightning.strategies.checks.folders import check_folder_saving
@@ -69,11 +75,6 @@ from megatron_lightning.strategies.checks.plugins import check_layer_sync
 from megatron_lightning.strategies.hooks.checkpoint_hooks import CheckpointHooks
 from megatron_lightning.strategies.hooks.setup_hooks import SetupHooks
 from megatron_lightning.strategies.hooks.step_hooks import StepHooks
-from megatron_lightning.strategies.launch.hooks import LaunchHooks
-from megatron_lightning.strategies.launch.launcher import make_launcher
-from megatron_lightning.strategies.launch.ranks import ProcessGroups
-from megatron_lightning.strategies.launch.starts import Starts
-from megatron_lightning.strategies.launch.torchrun import sizes_of_torchrun
 from megatron_lightning.strategies.run import Run
 
 
@@ -229,7 +230,7 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
         self.starts.note_checkpoint(path)
         module = self.lightning_module
         if trainer is not None and is_folder_module(module):
-            chosen = internals.chosen_checkpoint(trainer, path)
+            chosen = chosen_checkpoint(trainer, path)
             module.loads_from = chosen and committed_requeue(chosen)
 
     def _take_sizes_of_torchrun(self) -> None:
@@ -267,7 +268,7 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
         """Break this rank's connections, so that no rank waits for this rank. The launcher has told
         the other ranks why.
         """
-        trainer = None if self.lightning_module is None else internals.attached_trainer(self.module)
+        trainer = None if self.lightning_module is None else attached_trainer(self.module)
         if trainer is not None:
             self.starts.end(trainer)
         if self.run is not None:
@@ -305,7 +306,7 @@ def _arguments(names: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in names.items() if name not in ("self", "__class__")}
 
 
-internals.read_folders(plain_file, check_classes, load_beside)
+read_folders(plain_file, check_classes, load_beside)
 StrategyRegistry.register(
     "megatron", MegatronStrategy, description="Megatron-style parallelism", override=True
 )

@@ -26,6 +26,10 @@ from megatron_lightning.assembly.state.saving_guard import SavingGuard
 from megatron_lightning.checkpoint.writing.saver import Saver
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.guards.part_saving import PartSaving, PartWarning
+from megatron_lightning.launch.ranks import ProcessGroups
+from megatron_lightning.lightning_internals.checkpoints import saves_or_loads
+from megatron_lightning.lightning_internals.logs import hide_sync_advice
+from megatron_lightning.lightning_internals.trainer import attached_trainer, connector_of
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.step.loaders.transfer import BatchCopies
@@ -34,13 +38,6 @@ from megatron_lightning.step.progress import Progress
 from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
 from megatron_lightning.strategies.checkpoint.resume_point import EpochStartRecorder, ResumePoint
-from megatron_lightning.strategies.launch.ranks import ProcessGroups
-from megatron_lightning.strategies.lightning_internals import (
-    attached_trainer,
-    connector_of,
-    hide_sync_advice,
-    saves_or_loads,
-)
 from megatron_lightning.strategies.module import (
     defer_weight_gradients,
     fuse_model_losses,

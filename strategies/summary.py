@@ -12,8 +12,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 
+from megatron_lightning.lightning_internals.logs import FullSummary, replace_summary
 from megatron_lightning.optional import require
-from megatron_lightning.strategies.lightning_internals import FullSummary, replace_summary
 
 _FLOPS = "total flops"  # 0, since no example input is run
 

@@ -20,7 +20,7 @@ from megatron_lightning import compat
 
 _NUM_FRAMES = 60
 _WAITS = (
-    "torch/distributed/", "pipeline/channel.py", "strategies/launch/ranks.py",
+    "torch/distributed/", "pipeline/channel.py", "megatron_lightning/launch/ranks.py",
     "parallel/collectives.py", "parallel/cpu_exchange.py", "parallel/sequence_exchange.py",
 )  # fmt: skip
 # Compiled code and kernels of custom operators, such as the collectives of tensor parallelism, have

@@ -47,7 +47,9 @@ from megatron_lightning.checkpoint.reading.vocabulary import fit_vocabulary
 from megatron_lightning.checkpoint.writing.saver import Save, Saver
 from megatron_lightning.checkpoint.writing.saving import Snapshot, take_snapshot, write_snapshot
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.launch.ranks import ProcessGroups
 from megatron_lightning.layers.shared_rows.entry import found_mixers
+from megatron_lightning.lightning_internals.checkpoints import trainer_state
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
 from megatron_lightning.parallel.grid.context import AxisGroup
@@ -57,8 +59,6 @@ from megatron_lightning.precision.served.qat import check_resumed
 from megatron_lightning.step.options import StrategyOptions
 from megatron_lightning.step.progress import Progress
 from megatron_lightning.strategies.checkpoint.run_state import RunState
-from megatron_lightning.strategies.launch.ranks import ProcessGroups
-from megatron_lightning.strategies.lightning_internals import trainer_state
 
 if TYPE_CHECKING:
     from megatron_lightning.bridge.live.live_folder import FoldersOfCheckpoints

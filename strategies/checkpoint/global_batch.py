@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from megatron_lightning.config.global_batch import StepSize
-from megatron_lightning.strategies.lightning_internals import training_loaders
+from megatron_lightning.lightning_internals.loaders import training_loaders
 
 
 def step_size(trainer: pl.Trainer, num_replicas: int) -> StepSize | None:

@@ -18,18 +18,18 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from megatron_lightning.lightning_internals.loaders import is_reading
+from megatron_lightning.lightning_internals.loops import (
+    forget_restart,
+    has_full_schedulers,
+    is_accumulating,
+    is_validation_due,
+    loop_state,
+)
 from megatron_lightning.strategies.checkpoint.loop_progress import (
     await_validation,
     awaits_validation,
     reset_unfinished,
-)
-from megatron_lightning.strategies.lightning_internals import (
-    forget_restart,
-    has_full_schedulers,
-    is_accumulating,
-    is_reading,
-    is_validation_due,
-    loop_state,
 )
 from megatron_lightning.strategies.step.loaders.dataloaders import (
     training_generators,

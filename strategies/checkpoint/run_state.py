@@ -22,6 +22,20 @@ from megatron_lightning.checkpoint.agreement import gather
 from megatron_lightning.checkpoint.format.naming import OWN
 from megatron_lightning.checkpoint.format.structure import check_progress
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.lightning_internals.loaders import (
+    enter_pass,
+    load_loader_states,
+    restart_fetching,
+    training_loaders,
+)
+from megatron_lightning.lightning_internals.logs import hide_repeated_data
+from megatron_lightning.lightning_internals.loops import (
+    begin_epoch,
+    end_epoch,
+    is_validation_due,
+    seconds_between_validations,
+    set_validated_at,
+)
 from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.random.replica_rng import (
     ReplicaStreams,
@@ -43,18 +57,6 @@ from megatron_lightning.strategies.checkpoint.loop_progress import (
     settle,
 )
 from megatron_lightning.strategies.checkpoint.resume_point import ResumePoints, copy_leaf
-from megatron_lightning.strategies.lightning_internals import (
-    begin_epoch,
-    end_epoch,
-    enter_pass,
-    hide_repeated_data,
-    is_validation_due,
-    load_loader_states,
-    restart_fetching,
-    seconds_between_validations,
-    set_validated_at,
-    training_loaders,
-)
 from megatron_lightning.strategies.step.loaders.dataloaders import (
     training_generators,
     training_samplers,

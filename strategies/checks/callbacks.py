@@ -16,8 +16,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.checkpoint.format.storage import is_remote
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.lightning_internals.checkpoints import uploads_checkpoints
 from megatron_lightning.parallel.grid.layout import ParallelLayout
-from megatron_lightning.strategies.lightning_internals import uploads_checkpoints
 
 
 def check_checkpoint_links(trainer: pl.Trainer, *, on_save_error: str, in_background: bool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_lightning.config import DataParallel
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.strategies.lightning_internals import steps_nothing
+from megatron_lightning.lightning_internals.loops import steps_nothing
 
 
 def effective_data_parallel(

@@ -15,13 +15,13 @@ from typing_extensions import override
 
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.launch.ranks import ProcessGroups, is_default
+from megatron_lightning.launch.starts import Starts
 from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.step.options import StrategyOptions
 from megatron_lightning.step.progress import Progress
-from megatron_lightning.strategies.launch.ranks import ProcessGroups, is_default
-from megatron_lightning.strategies.launch.starts import Starts
 from megatron_lightning.strategies.run import Run
 
 _GATHER_LATER = (

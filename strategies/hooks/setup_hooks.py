@@ -19,6 +19,11 @@ from typing_extensions import override
 
 from megatron_lightning import compat
 from megatron_lightning.errors import ConfigError, ShardingError
+from megatron_lightning.launch.determinism import set_determinism
+from megatron_lightning.launch.stopping import handle_requeue
+from megatron_lightning.lightning_internals.processes import optimizers_to_device
+from megatron_lightning.lightning_internals.signals import note_sigterm
+from megatron_lightning.lightning_internals.trainer import attached_trainer, set_device_mesh
 from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.optim.optimizer_checks import (
     check_optimizers,
@@ -31,12 +36,9 @@ from megatron_lightning.parallel.grid.gpu_queues import (
     gpu_capability,
 )
 from megatron_lightning.parallel.shards.other_stages import AbsentListing, drop_absent
-from megatron_lightning.strategies import lightning_internals as internals
 from megatron_lightning.strategies.checks import preflight
 from megatron_lightning.strategies.checks.attention_kernels import report_attention
-from megatron_lightning.strategies.checks.determinism import set_determinism
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
-from megatron_lightning.strategies.launch.stopping import handle_requeue
 from megatron_lightning.strategies.module import compile_module, describe_module
 from megatron_lightning.strategies.precision import megatron_plugin
 from megatron_lightning.strategies.run import Run
@@ -76,15 +78,15 @@ class SetupHooks(RankHooks):
         check_exchange(self.layout, self.root_device)
         if is_new and self.run is not None:
             self.run.partitioned.forget()
-        trainer = internals.attached_trainer(self.module)
+        trainer = attached_trainer(self.module)
         # Lightning's own handler broadcasts, and other ranks may be waiting for this rank
         # elsewhere.
         if self.ranks.failure_watch is not None and trainer is not None:
-            internals.note_sigterm(trainer)
+            note_sigterm(trainer)
         if trainer is not None:
             self.starts.open_logs(trainer, self.ranks.broadcast)
         if self.context.world_size > 1:
-            internals.set_device_mesh(self.module, self.context.device_mesh())
+            set_device_mesh(self.module, self.context.device_mesh())
         self.run = Run(
             self.module,
             self.ranks,
@@ -132,7 +134,7 @@ class SetupHooks(RankHooks):
         if fitting:
             run.checkpoints.begin_fit(run.part)
         if fitting and not self.options.data.optimizer_cpu_offload:
-            internals.optimizers_to_device(self.optimizers, self.root_device)
+            optimizers_to_device(self.optimizers, self.root_device)
 
     def _setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Create the optimizers, and check the optimizers against the tensors on the ranks."""
@@ -199,7 +201,7 @@ class SetupHooks(RankHooks):
     def _write_logs(self) -> None:
         """Finalize the loggers before this process is ended from outside."""
         module = self.lightning_module
-        trainer = None if module is None else internals.attached_trainer(module)
+        trainer = None if module is None else attached_trainer(module)
         for logger in [] if trainer is None else trainer.loggers:
             with suppress(Exception):  # the original error matters more
                 logger.finalize("failed")

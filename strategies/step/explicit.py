@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from megatron_lightning.strategies.lightning_internals import attached_trainer
+from megatron_lightning.lightning_internals.trainer import attached_trainer
 
 
 def run_pipeline(module: pl.LightningModule, fn: Callable[[Any], Any], batch: Any) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megatron_lightning.assembly.stage_runner import StageCall, StageRunner
+from megatron_lightning.lightning_internals.loops import skips_backward
 from megatron_lightning.parallel.numbers import number_on
 from megatron_lightning.parallel.shards.other_stages import AbsentListing
 from megatron_lightning.pipeline.batch.broadcast import StageBroadcast
@@ -41,7 +42,6 @@ from megatron_lightning.step.overrides import users_hooks
 from megatron_lightning.step.program import UserProgram
 from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.step.step_run import StepRun
-from megatron_lightning.strategies.lightning_internals import skips_backward
 from megatron_lightning.strategies.step.step_runner import StepRunner
 from megatron_lightning.strategies.step.training import Training
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_lightning.assembly.buffers.buffer_broadcast import BufferSync
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.guards.table import make_guards
+from megatron_lightning.lightning_internals.loops import evaluation_batches
 from megatron_lightning.pipeline.batch.metrics import MetricSync
 from megatron_lightning.pipeline.stages.parallel_call import (
     ParallelCall,
@@ -37,7 +38,6 @@ from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.step.user_code import watch_hooks
 from megatron_lightning.step.values.sequence_parts import SequenceParts
 from megatron_lightning.strategies.fp8 import check_rerun
-from megatron_lightning.strategies.lightning_internals import evaluation_batches
 from megatron_lightning.strategies.step.participants import SharedParts, step_participants
 from megatron_lightning.strategies.step.training import Training
 

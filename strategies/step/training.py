@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_lightning.guards.gradients.sharded_gradients import ShardedGradients
 from megatron_lightning.guards.guard import Fit
 from megatron_lightning.layers.linear.split_backward import hide_quantized, join_backwards
+from megatron_lightning.lightning_internals.trainer import put_around_hooks
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.optim.lr_schedules import ScheduledLR
@@ -31,15 +32,14 @@ from megatron_lightning.step.gradients.manual import (
     follow_zero_grad,
 )
 from megatron_lightning.step.gradients.schedulers import hold_schedulers
+from megatron_lightning.step.group_lines import print_groups
 from megatron_lightning.step.overrides import unwrapped, users_hooks
 from megatron_lightning.step.participant import Participants
 from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.strategies.checkpoint.finetuning import unfreeze_again
 from megatron_lightning.strategies.checks.optimizers import effective_data_parallel
 from megatron_lightning.strategies.fp8 import parameter_storage
-from megatron_lightning.strategies.lightning_internals import put_around_hooks
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
-from megatron_lightning.strategies.step.group_lines import print_groups
 
 
 class Training:

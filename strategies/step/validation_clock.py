@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import lightning.pytorch as pl
 
-from megatron_lightning.strategies.lightning_internals import (
+from megatron_lightning.lightning_internals.loops import (
     seconds_between_validations,
     set_validated_at,
     validated_at,

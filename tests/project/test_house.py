@@ -20,7 +20,7 @@ import pytest
 from torch import nn
 from torchmetrics import MeanMetric
 
-from megatron_lightning import callbacks, file_names, strategies
+from megatron_lightning import callbacks, file_names, launch, lightning_internals, strategies
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_lightning"
@@ -50,9 +50,11 @@ USERS_OF_LIGHTNING = (
     "megatron_lightning/cli.py",
     "megatron_lightning/modules/",
     "megatron_lightning/guards/",
+    "megatron_lightning/launch/",
+    "megatron_lightning/lightning_internals/",
     "megatron_lightning/step/",
 )
-INTERNALS = "strategies/lightning_internals.py"
+INTERNALS = "megatron_lightning/lightning_internals/"
 SHARED = {
     # A strategy without a launcher of Lightning's, and with precision plugins and a default
     # checkpoint plugin of our own.
@@ -281,7 +283,7 @@ def test_one_file_knows_what_lightning_keeps_to_itself() -> None:
     known = _private_names_of_lightning()
     found = []
     for path, tree in _sources():
-        if path == INTERNALS or not path.startswith(USERS_OF_LIGHTNING):
+        if path.startswith(INTERNALS) or not path.startswith(USERS_OF_LIGHTNING):
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning."):
@@ -435,7 +437,7 @@ def _own_private_names(source: str) -> set[str]:
 
 def test_private_names_that_subclasses_share_with_lightning_are_listed() -> None:
     found: dict[str, set[str]] = {}
-    for package in (strategies, callbacks):
+    for package in (strategies, callbacks, launch, lightning_internals):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             members = vars(importlib.import_module(module.name)).values()
             for cls in (

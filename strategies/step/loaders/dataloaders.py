@@ -31,14 +31,14 @@ from megatron_lightning.data.order.batch_size import BatchSizeSchedule, Schedule
 from megatron_lightning.data.order.sampler import ResumableSampler, ShardedSampler
 from megatron_lightning.data.order.skipped import SkippedSamples
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.grid.context import AxisGroup
-from megatron_lightning.resilience.loader_workers import EndWithRank
-from megatron_lightning.strategies.launch.stopping import requeue_signal
-from megatron_lightning.strategies.lightning_internals import (
+from megatron_lightning.launch.stopping import requeue_signal
+from megatron_lightning.lightning_internals.loaders import (
     training_loaders,
     unwrapped_batch_sampler,
     with_sampler,
 )
+from megatron_lightning.parallel.grid.context import AxisGroup
+from megatron_lightning.resilience.loader_workers import EndWithRank
 
 
 def resumable(

@@ -23,12 +23,12 @@ from megatron_lightning.errors import (
     DataError,
     MissingCheckpointError,
 )
+from megatron_lightning.launch.failures import report_failure
 from megatron_lightning.resilience import failure_watch
 from megatron_lightning.resilience.failure import Failure
 from megatron_lightning.resilience.failure_watch import FailureWatch
 from megatron_lightning.resilience.processes import Child, ChildWatch, kill, print_failure, wait_for
 from megatron_lightning.step.agreed_stop import AgreedStop
-from megatron_lightning.strategies.launch.failures import report_failure
 from tests.helpers.ranks import run_ranks
 
 

@@ -23,8 +23,8 @@ from megatron_lightning.checkpoint.tools import consolidation
 from megatron_lightning.checkpoint.tools.pruning import find_prunable, prune
 from megatron_lightning.cli import main
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.launch.arguments import with_last_checkpoint
 from megatron_lightning.strategies import ShardedCheckpointIO
-from megatron_lightning.strategies.launch.arguments import with_last_checkpoint
 from tests.helpers.trainers import trainer
 
 RUN = "memory://tools-run"

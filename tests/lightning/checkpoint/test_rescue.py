@@ -29,10 +29,10 @@ from megatron_lightning.checkpoint import is_committed, open_checkpoint
 from megatron_lightning.checkpoint.writing import commit
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.launch.ranks import ProcessGroups
+from megatron_lightning.lightning_internals.checkpoints import checkpoint_folder
 from megatron_lightning.optim.stepping.external_writes import WrittenWeights
 from megatron_lightning.resilience.failure_watch import FailureWatch
-from megatron_lightning.strategies.launch.ranks import ProcessGroups
-from megatron_lightning.strategies.lightning_internals import checkpoint_folder
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import Losses

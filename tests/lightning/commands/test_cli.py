@@ -651,9 +651,7 @@ def test_a_wrong_path_is_told_before_a_process_starts(
     def start(_: object) -> None:
         pytest.fail("processes are started")
 
-    monkeypatch.setattr(
-        "megatron_lightning.strategies.launch.popen_launcher.ScriptLauncher._start", start
-    )
+    monkeypatch.setattr("megatron_lightning.launch.popen_launcher.ScriptLauncher._start", start)
     assert message in _fails(["fit", "--config", config, "--trainer.devices=2", *options], capsys)
 
 
@@ -661,7 +659,7 @@ def test_a_part_without_documents_is_told_before_a_process_starts(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        "megatron_lightning.strategies.launch.popen_launcher.ScriptLauncher._start",
+        "megatron_lightning.launch.popen_launcher.ScriptLauncher._start",
         lambda _: pytest.fail("started"),
     )
     with IndexedDatasetWriter("six", "uint16") as writer:

@@ -21,9 +21,9 @@ from torch.multiprocessing import ProcessRaisedException
 
 from megatron_lightning.checkpoint.reading.source import open_checkpoint
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.launch.popen_launcher import ScriptLauncher
+from megatron_lightning.launch.spawn_launcher import WorkerLauncher
 from megatron_lightning.strategies import MegatronStrategy
-from megatron_lightning.strategies.launch.popen_launcher import ScriptLauncher
-from megatron_lightning.strategies.launch.spawn_launcher import WorkerLauncher
 from tests.helpers.slurm import free_port, two_tasks
 from tests.helpers.toy import ToyData, ToyModule
 

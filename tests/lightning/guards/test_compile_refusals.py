@@ -15,9 +15,9 @@ from torch import nn
 from megatron_lightning.assembly.checks.compiler import check_compiler
 from megatron_lightning.config import CompileOptions
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.launch.popen_launcher import ScriptLauncher
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
-from megatron_lightning.strategies.launch.popen_launcher import ScriptLauncher
 from tests.helpers.language_model import small_gpt
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer

@@ -24,6 +24,7 @@ from megatron_lightning.config import (
     RecomputeOptions,
 )
 from megatron_lightning.errors import ConfigError, MegatronLightningError, PipelineError
+from megatron_lightning.launch.popen_launcher import ScriptLauncher
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import LRSchedule, ParamGroup
 from megatron_lightning.optim.optimizer_checks import check_optimizers
@@ -33,7 +34,6 @@ from megatron_lightning.pipeline.schedules.advice import advice_on_few_microbatc
 from megatron_lightning.resilience.failure import PeerFailure
 from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.strategies.checks.module import check_fused_losses
-from megatron_lightning.strategies.launch.popen_launcher import ScriptLauncher
 from tests.helpers.layouts import tiny_config
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer

@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning import compat
 from megatron_lightning.callbacks import RescueCheckpoint
+from megatron_lightning.lightning_internals.loops import loop_state
 from megatron_lightning.resilience.failure_watch import FailureWatch
 from megatron_lightning.strategies import MegatronStrategy
-from megatron_lightning.strategies.lightning_internals import loop_state
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import trainer
 from tests.lightning.support import DP2, PP2, Layout, layouts, run

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.strategies.checks.determinism import set_determinism
+from megatron_lightning.launch.determinism import set_determinism
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import Losses
 from tests.lightning.support import (

@@ -24,7 +24,7 @@ from megatron_lightning.optim.param_groups import check_options
 from megatron_lightning.parallel.shards.patterns import compile_pattern
 from megatron_lightning.parallel.shards.ties import record_ties
 from megatron_lightning.pipeline.stages.stage import StagePartition
-from megatron_lightning.strategies.step import group_lines
+from megatron_lightning.step import group_lines
 from tests.helpers.layouts import tiny_config
 
 CONFIG = tiny_config(

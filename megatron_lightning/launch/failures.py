@@ -7,11 +7,12 @@ from __future__ import annotations
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from megatron_lightning.errors import EXPLAINED, SpikeError
+from megatron_lightning.lightning_internals.processes import TunerExit
+from megatron_lightning.lightning_internals.trainer import refuses_settings
 from megatron_lightning.resilience.exit_codes import TERMINATED
 from megatron_lightning.resilience.failure_watch import FailureWatch
 from megatron_lightning.resilience.out_of_memory import explain_out_of_memory
 from megatron_lightning.step.agreed_stop import AgreedStop
-from megatron_lightning.strategies.lightning_internals import TunerExit, refuses_settings
 
 
 def is_explained(error: BaseException) -> bool:

@@ -22,18 +22,15 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from megatron_lightning.checkpoint.format.storage import is_remote
+from megatron_lightning.lightning_internals.checkpoints import requeue_path
+from megatron_lightning.lightning_internals.loops import is_accumulating
+from megatron_lightning.lightning_internals.signals import ignore_after_run, note_requeue
+from megatron_lightning.lightning_internals.trainer import connector_of
 from megatron_lightning.resilience.exit_codes import STOPPED, code_of_stop
 from megatron_lightning.resilience.failure import print_message
 from megatron_lightning.resilience.lifecycle.stop_record import remove_stop, requeue_job, write_stop
 from megatron_lightning.resilience.lifecycle.stop_requests import Reason, StopRequests
 from megatron_lightning.step.agreed_stop import AgreedStop
-from megatron_lightning.strategies.lightning_internals import (
-    connector_of,
-    ignore_after_run,
-    is_accumulating,
-    note_requeue,
-    requeue_path,
-)
 
 Save = Callable[[pl.Trainer, Reason], str | None]
 """Saves a checkpoint on all ranks and returns the path. None: nothing to save."""

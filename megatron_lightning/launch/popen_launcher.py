@@ -21,6 +21,10 @@ from lightning.fabric.plugins import ClusterEnvironment
 
 from megatron_lightning import compat
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.launch.arguments import checked_arguments
+from megatron_lightning.launch.failures import report_failure
+from megatron_lightning.launch.hooks import LaunchHooks
+from megatron_lightning.lightning_internals.processes import SubprocessScriptLauncher, share_threads
 from megatron_lightning.resilience.exit_codes import FINISHED, INTERRUPTED
 from megatron_lightning.resilience.failure import PeerFailure, end_process
 from megatron_lightning.resilience.processes import (
@@ -35,13 +39,6 @@ from megatron_lightning.resilience.processes import (
 )
 from megatron_lightning.resilience.restart import restarts_in_process
 from megatron_lightning.step.agreed_stop import AgreedStop
-from megatron_lightning.strategies.launch.arguments import checked_arguments
-from megatron_lightning.strategies.launch.failures import report_failure
-from megatron_lightning.strategies.launch.hooks import LaunchHooks
-from megatron_lightning.strategies.lightning_internals import (
-    SubprocessScriptLauncher,
-    share_threads,
-)
 
 _STARTER_VARIABLE = "MEGATRON_LIGHTNING_STARTER_PID"
 _JOIN_S = 60.0  # for the other ranks to finish the script after the main process has

@@ -19,6 +19,15 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from megatron_lightning.checkpoint.format.storage import is_remote
 from megatron_lightning.checkpoint.run_identity import is_run_in, new_run, run_of_checkpoint
+from megatron_lightning.launch.run_logs import (
+    choose_versions,
+    describe_loggers,
+    hide_later_curves,
+    open_logs,
+)
+from megatron_lightning.lightning_internals.checkpoints import chosen_checkpoint
+from megatron_lightning.lightning_internals.logs import has_version
+from megatron_lightning.lightning_internals.loops import next_logged_step
 from megatron_lightning.resilience.lifecycle.csv_rows import CsvRows
 from megatron_lightning.resilience.lifecycle.start_record import (
     StartRecord,
@@ -28,17 +37,6 @@ from megatron_lightning.resilience.lifecycle.start_record import (
     read_record,
 )
 from megatron_lightning.step.progress import Progress
-from megatron_lightning.strategies.launch.run_logs import (
-    choose_versions,
-    describe_loggers,
-    hide_later_curves,
-    open_logs,
-)
-from megatron_lightning.strategies.lightning_internals import (
-    chosen_checkpoint,
-    has_version,
-    next_logged_step,
-)
 
 
 class Starts:

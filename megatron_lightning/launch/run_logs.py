@@ -12,13 +12,9 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger
 
+from megatron_lightning.lightning_internals.logs import has_experiment, name_of_log, set_version
 from megatron_lightning.parallel.random.replica_rng import ReplicaRng
 from megatron_lightning.resilience.lifecycle.csv_rows import CsvRows
-from megatron_lightning.strategies.lightning_internals import (
-    has_experiment,
-    name_of_log,
-    set_version,
-)
 
 
 def describe_loggers(loggers: Sequence[Logger]) -> list[dict[str, Any]]:

@@ -24,8 +24,8 @@ from megatron_lightning.checkpoint.requeue import committed_requeue, newest_requ
 from megatron_lightning.checkpoint.writing.commit import is_committed
 from megatron_lightning.errors import MissingCheckpointError
 from megatron_lightning.file_names import MANIFEST
-from megatron_lightning.strategies.launch.hooks import LaunchHooks
-from megatron_lightning.strategies.lightning_internals import checkpoint_folder, chosen_checkpoint
+from megatron_lightning.launch.hooks import LaunchHooks
+from megatron_lightning.lightning_internals.checkpoints import checkpoint_folder, chosen_checkpoint
 
 
 def checked_arguments(

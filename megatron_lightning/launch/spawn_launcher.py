@@ -17,16 +17,16 @@ from torch.multiprocessing.spawn import ProcessException
 
 from megatron_lightning import compat
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.launch.arguments import checked_arguments
+from megatron_lightning.launch.failures import is_explained, report_failure
+from megatron_lightning.launch.hooks import LaunchHooks
+from megatron_lightning.launch.worker_reports import WorkerReports
+from megatron_lightning.lightning_internals.processes import MultiProcessingLauncher
 from megatron_lightning.resilience.failure import PeerFailure, replace_traceback
 from megatron_lightning.resilience.processes import LINGER_S, print_failure
 from megatron_lightning.resilience.restart import restarts_in_process
 from megatron_lightning.resilience.workers import watched_workers, worker_process
 from megatron_lightning.step.agreed_stop import AgreedStop
-from megatron_lightning.strategies.launch.arguments import checked_arguments
-from megatron_lightning.strategies.launch.failures import is_explained, report_failure
-from megatron_lightning.strategies.launch.hooks import LaunchHooks
-from megatron_lightning.strategies.launch.worker_reports import WorkerReports
-from megatron_lightning.strategies.lightning_internals import MultiProcessingLauncher
 
 
 class WorkerLauncher(MultiProcessingLauncher):

@@ -14,11 +14,11 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from megatron_lightning import compat
 from megatron_lightning.errors import EXPLAINED, SpikeError
+from megatron_lightning.lightning_internals.trainer import refuses_settings
 from megatron_lightning.resilience.connections import cut_connections
 from megatron_lightning.resilience.exit_codes import FAILED
 from megatron_lightning.resilience.failure import PeerFailure, replace_traceback
 from megatron_lightning.resilience.restart import Meeting, Restarts, attempt_in_process
-from megatron_lightning.strategies.lightning_internals import refuses_settings
 
 MakeRun = Callable[[], Any]
 

@@ -24,6 +24,11 @@ from torch.distributed.rendezvous import rendezvous
 from megatron_lightning import compat
 from megatron_lightning.config import ContextOptions
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.lightning_internals.processes import (
+    init_process_group,
+    random_states,
+    set_random_states,
+)
 from megatron_lightning.parallel.collectives import gather_sequence
 from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.grid.layout import ParallelLayout
@@ -33,7 +38,6 @@ from megatron_lightning.resilience.collective_log import Course
 from megatron_lightning.resilience.connections import cut_connections
 from megatron_lightning.resilience.failure_watch import FailureWatch
 from megatron_lightning.resilience.restart import restarts_in_process
-from megatron_lightning.strategies import lightning_internals as internals
 
 
 class ProcessGroups:
@@ -128,8 +132,8 @@ class ProcessGroups:
             return False
         # From here on users draw the numbers of one device, under every start method.
         is_alone = world_size == 1
-        states = internals.random_states(include_cuda=False)
-        internals.set_random_states(states if is_alone else _broadcast(states))
+        states = random_states(include_cuda=False)
+        set_random_states(states if is_alone else _broadcast(states))
         seed = int(os.environ.get("PL_GLOBAL_SEED", "1234"))
         self._context = ParallelContext(
             self._layout,
@@ -164,7 +168,7 @@ class ProcessGroups:
             number = store.add(f"megatron_lightning/worlds/{rank}", 1)
             store = compat.PrefixStore(f"megatron_lightning/world/{number}", store)
             default = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
-            internals.init_process_group(
+            init_process_group(
                 environment, self._backend or default, store=store, timeout=self._timeout
             )
         if dist.get_world_size() != world_size:

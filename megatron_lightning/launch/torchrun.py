@@ -8,7 +8,7 @@ from typing import Any
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from megatron_lightning.strategies.lightning_internals import trainer_sizes
+from megatron_lightning.lightning_internals.trainer import trainer_sizes
 
 
 def sizes_of_torchrun(environment: ClusterEnvironment | None) -> tuple[int, int] | None:

@@ -8,9 +8,9 @@ from lightning.pytorch.strategies import ParallelStrategy
 
 from megatron_lightning.config import StartMethod
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.strategies.launch.hooks import LaunchHooks
-from megatron_lightning.strategies.launch.popen_launcher import ScriptLauncher
-from megatron_lightning.strategies.launch.spawn_launcher import WorkerLauncher
+from megatron_lightning.launch.hooks import LaunchHooks
+from megatron_lightning.launch.popen_launcher import ScriptLauncher
+from megatron_lightning.launch.spawn_launcher import WorkerLauncher
 
 
 def make_launcher(
