@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.models.plans.hf_documents import check_parts_documents
+from megatron_lightning.models.plans.hf_documents import check_parts_documents, code_of_folder
 from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.modules.hugging_face import HuggingFaceModule
 from megatron_lightning.modules.language_model import LanguageModule
@@ -68,4 +68,5 @@ def check_model(module: object, num_ids: int, *, packed: bool, num_new: int = 0)
             "it lacks in new_tokens, for which the model grows."
         )
     if packed:
-        check_parts_documents(theirs, folder.path)
+        code = code_of_folder(theirs, trusts=folder.trust_remote_code)
+        check_parts_documents(theirs, folder.path, code)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.models.plans.foreign_code import foreign_code
 
 PACKED_FAMILIES = frozenset({
     "apertus", "arcee", "aria_text", "axk1", "bitnet", "codegen", "cohere", "cohere2",
@@ -49,6 +50,7 @@ PACKED_WITH_POSITION_ROWS = frozenset({
 holds with these three positions of each document behind the flat position."""
 
 _KNOWN = PACKED_FAMILIES | PACKED_WITH_TOWERS | PACKED_WITH_POSITION_ROWS
+_CHECKED = "code_separates_documents"
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -73,6 +75,9 @@ def separating_positions(
         ConfigError: If the model would let documents see each other all the same.
     """
     config, name = model.config, type(model).__name__
+    if not vars(model).get(_CHECKED):  # code of all modules is read once
+        check_parts_documents(config, name, foreign_code(model))
+        model.__dict__[_CHECKED] = True
     check_parts_documents(config, name)
     attention = str(getattr(config, "_attn_implementation", ""))
     if attention.startswith("flash") and document_ids.shape[0] > 1:
@@ -93,12 +98,24 @@ def separating_positions(
     return positions.expand(4, -1, -1) if is_counted_apart else positions
 
 
-def check_parts_documents(config: Any, name: str) -> None:
+def check_parts_documents(config: Any, name: str, code: str | None = None) -> None:
     """Check that a model of ``transformers`` can separate the documents of a row.
 
+    Args:
+        config: The model's configuration.
+        name: Class or folder of the model.
+        code: Code in the model that is not the family's. None: there is none.
+
     Raises:
-        ConfigError: If the family is not known to separate documents.
+        ConfigError: If the family is not known to separate documents, or has other code.
     """
+    if code is not None:
+        raise ConfigError(
+            f"the batch has document_ids, and {name} ({config.model_type}) has code that is not of "
+            f"transformers ({code}), which may mix tokens of several documents that share a row. "
+            "Set packing to none (reset_attention_mask of PretrainDataModule to false), or leave "
+            "the code out."
+        )
     is_known = config.model_type in PACKED_WITH_POSITION_ROWS
     if is_known or config.model_type in PACKED_WITH_TOWERS:
         config = _text_config(config)
@@ -111,6 +128,17 @@ def check_parts_documents(config: Any, name: str) -> None:
             "packing to none (reset_attention_mask of PretrainDataModule to false), or use a model "
             f"of one of the families {', '.join(sorted(_KNOWN))}."
         )
+
+
+def code_of_folder(config: Any, *, trusts: bool) -> str | None:
+    """Return the class of a language model in the code of its folder. None: it has none.
+
+    Args:
+        config: Configuration of the folder.
+        trusts: Whether code in the folder may run.
+    """
+    classes = getattr(config, "auto_map", None) or {}
+    return classes.get("AutoModelForCausalLM") if trusts else None
 
 
 def check_position_rows(config: Any, position_rows: Tensor | None) -> None:

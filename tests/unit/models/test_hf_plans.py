@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 pytest.importorskip("transformers", "5")
@@ -33,6 +34,11 @@ from megatron_lightning.models import llama_hf_plan
 from megatron_lightning.models.plans import hf_sequence
 from megatron_lightning.models.plans.foreign_code import foreign_code
 from megatron_lightning.models.plans.hf_context import finds_mixers
+from megatron_lightning.models.plans.hf_documents import (
+    check_parts_documents,
+    code_of_folder,
+    separating_positions,
+)
 from megatron_lightning.models.plans.hf_plans import transformers_plan
 from megatron_lightning.parallel import ParallelLayout
 from megatron_lightning.strategies import MegatronStrategy
@@ -149,12 +155,28 @@ def _with_own_layer() -> Any:
     ids=["family", "renamed", "subclass", "forward", "wrapped", "method", "layer"],
 )
 def test_a_family_is_known_by_its_own_code(make: Any, code: str | None) -> None:
-    """Context-parallel ranks believe a family's name for its own code alone."""
+    """Context-parallel ranks and packed rows believe a family's name for its own code alone."""
     model = make()
     assert foreign_code(model) == code
+    document_ids = torch.tensor([[0, 0, 1]])
+    model.config.use_cache = False
+    if code is None:
+        assert separating_positions(model, document_ids, None).tolist() == [[0, 1, 0]]
+    else:
+        with pytest.raises(ConfigError, match=f"{code}.* may mix tokens of several documents"):
+            separating_positions(model, document_ids, None)
     assert finds_mixers(model) is (code is not None)
     shards = transformers_plan(model, 2, 2).shards_sequence
     assert shards is (code is None and type(model) is transformers.LlamaForCausalLM)
+
+
+def test_code_of_a_folder_is_no_code_of_its_family() -> None:
+    """Its configuration says so, before the model is built."""
+    config = _llama().config
+    config.auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    check_parts_documents(config, "folder", code_of_folder(config, trusts=False))
+    with pytest.raises(ConfigError, match=r"folder \(llama\) has code .*code\.Model"):
+        check_parts_documents(config, "folder", code_of_folder(config, trusts=True))
 
 
 def test_modules_that_every_rank_computes_keep_full_sequences(
