@@ -80,7 +80,10 @@ class PreferenceData(FinetuneData):
         paths = (*self.paths, *self.val_paths)
         if not self._model().reads_margins:
             return [None] * len(paths)
-        found = {path: margins_of(self._cache.rows(path)) for path in paths}
+        found = {
+            path: margins_of(self._cache.rows(path), set(self._documents(path).rows.tolist()))
+            for path in paths
+        }
         without = [path for path, margins in found.items() if margins is None]
         if without and len(without) < len(found):
             raise DataError(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
-from math import isfinite
+from math import isfinite, nan
 from typing import Any, cast
 
 from megatron_lightning.data.chat.conversations import (
@@ -57,22 +57,32 @@ def parse_pair(row: Row) -> tuple[Chat | Text, Chat | Text]:
     return chosen, rejected
 
 
-def margins_of(rows: Iterable[Row]) -> list[float] | None:
-    """Return the entry ``margin`` of each row. None: no row has one.
+def margins_of(rows: Iterable[Row], used: Collection[int]) -> list[float] | None:
+    """Return the entry ``margin`` of each row, NaN for unused rows. None: no used row has one.
+
+    Args:
+        rows: All rows of a source, broken ones as well.
+        used: Numbers of the rows with documents.
 
     Raises:
-        DataError: If some rows have none, or one is no number.
+        DataError: If some used rows have none, or one is no number.
     """
-    given = [(row.where, row.fields.get("margin")) for row in rows if row.error is None]
-    if all(value is None for _, value in given):
+    given = [
+        (row.where, row.fields.get("margin")) if number in used else None
+        for number, row in enumerate(rows)
+    ]
+    if all(entry is None or entry[1] is None for entry in given):
         return None
-    for where, value in given:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
-            raise DataError(
-                f"{where}: margin is {value!r}, and other rows have one; write a number in all "
-                "rows, 0 for none, or in no row"
-            )
-    return [float(value or 0.0) for _, value in given]
+    return [nan if entry is None else _margin(*entry) for entry in given]
+
+
+def _margin(where: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
+        raise DataError(
+            f"{where}: margin is {value!r}, and other rows have one; write a number in all rows, 0 "
+            "for none, or in no row"
+        )
+    return float(value)
 
 
 def _answer(row: Row, side: str) -> list[Message]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_lightning.data.rows.preference_rows import SIDES, parse_pair
 from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.errors import CheckpointError, ConfigError, DataError
 from megatron_lightning.modules import PreferenceDataModule
+from megatron_lightning.modules.model_facts import ModelFacts
 from tests.helpers.chats import make_tokenizer, turn, write_rows
 
 USER = [turn("user", "what is the sky")]
@@ -197,6 +199,26 @@ def test_scores_belong_to_their_documents(tmp_path: Path) -> None:
     Path(scores).unlink()
     with pytest.raises(CheckpointError, match="megatron-lightning predict"):
         data._parts()
+
+
+def test_margins_stay_with_their_pairs_beside_broken_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unreadable line and a row without an answer, which is asked for no margin."""
+    rows = [json.dumps(row) for row in ({**TEXT, "margin": 1}, {"prompt": "a"})]
+    rows.insert(1, "{broken")
+    rows.append(json.dumps({**TEXT, "margin": 2}))
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(rows))
+    data = PreferenceDataModule(
+        str(path), tokenizer=make_tokenizer(), sequence_length=32, batch_size=2,
+        cache_dir=str(tmp_path / "c"), bad_rows="skip",
+    )  # fmt: skip
+    monkeypatch.setattr(data, "_model", lambda: ModelFacts(reads_margins=True))
+    data.prepare_data()
+    data.setup("fit")
+    dataset = data.train_dataset()
+    assert [float(dataset[(number,)]["margin"]) for number in (0, 1)] == [1.0, 2.0]
 
 
 def test_batches_hold_pairs(tmp_path: Path) -> None:
