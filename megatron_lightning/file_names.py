@@ -27,6 +27,8 @@ IMAGE_PROCESSOR_CONFIG = "preprocessor_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 CHAT_TEMPLATES = "additional_chat_templates"
 """Folder of further templates."""
+REWARD_TEXTS = "reward_texts.json"
+"""Options by which pairs became texts of a reward model."""
 
 # ------------------------------------------------------------------------------ a folder of peft
 

@@ -5,7 +5,7 @@ The data module of a run hands the record over. A checkpoint keeps the record in
 ``"texts"``, as plain values::
 
     {"chat_template": text, "end_of_turn": [ids], "ends_before": [ids], "date": "2026-11-28",
-     "tokenizer": files, "processor_options": {}}
+     "tokenizer": files, "processor_options": {}, "scored_as": {}}
 
 Files of the model's folder in the same checkpoint (``kept_files``) and of exported folders have the
 record applied. A checkpoint without the record has the texts of the model's folder.
@@ -29,6 +29,7 @@ from megatron_lightning.file_names import (
     GENERATION_CONFIG,
     IMAGE_PROCESSOR_CONFIG,
     PROCESSOR_CONFIG,
+    REWARD_TEXTS,
     TOKENIZER_CONFIG,
 )
 
@@ -60,6 +61,8 @@ class TextRecord:
     """Files of the data's tokenizer. None: the tokenizer of the model's folder."""
     processor_options: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the image processor in place of the folder's."""
+    scored_as: Mapping[str, Any] = field(default_factory=dict)
+    """Options by which pairs became texts of a reward model. Empty: another model."""
 
     @cached_property
     def state(self) -> dict[str, Any]:
@@ -71,6 +74,7 @@ class TextRecord:
             "date": self.date,
             "tokenizer": None if self.tokenizer is None else self.tokenizer.to_state(),
             "processor_options": dict(self.processor_options),
+            "scored_as": dict(self.scored_as),
         }
 
     @classmethod
@@ -89,7 +93,9 @@ class TextRecord:
             return None
         try:
             template, date, files = (entry.get(k) for k in ("chat_template", "date", "tokenizer"))
-            options = dict(entry.get("processor_options", {}))
+            options, scored_as = (
+                dict(entry.get(k, {})) for k in ("processor_options", "scored_as")
+            )
             ends, before = (tuple(entry.get(k, ())) for k in ("end_of_turn", "ends_before"))
             texts_fit = all(isinstance(text, str | None) for text in (template, date))
             if not texts_fit or not all(type(end) is int for end in (*ends, *before)):
@@ -106,6 +112,7 @@ class TextRecord:
             date=date,
             tokenizer=tokenizer,
             processor_options=options,
+            scored_as=scored_as,
         )
 
     def applied_to(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -122,6 +129,8 @@ class TextRecord:
             contents = _with_template(contents, self.chat_template)
         if self.processor_options:
             contents |= _of_images(contents, self.processor_options)
+        if self.scored_as:
+            contents[REWARD_TEXTS] = json.dumps(self.scored_as, indent=2).encode() + b"\n"
         return contents | _generation(contents, self.end_of_turn)
 
 

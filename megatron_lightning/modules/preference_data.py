@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import lightning.pytorch as pl
 
+from megatron_lightning.checkpoint.text_record import TextRecord
 from megatron_lightning.data.rows.preference_data import PreferenceData
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.finetune_data import FinetuneDataModule
@@ -49,3 +52,25 @@ class PreferenceDataModule(FinetuneDataModule, PreferenceData):
                 'reads, or set the reference to "model", or with adapters to "adapters".'
             )
         super().check_files(stage, module)
+
+    def text_record(self) -> TextRecord:
+        """Return what the data teach a model about texts. A reward model keeps how they were made,
+        so that it scores as it was trained.
+
+        Raises:
+            DataError: Before ``setup``, if documents cannot be made.
+        """
+        record = super().text_record()
+        if not self._model().reads_margins:
+            return record
+        options, chat = self.options, self.options.chat
+        scored_as = {
+            "sequence_length": options.sequence_length,
+            "truncation": options.truncation,
+            "reasoning": chat.reasoning,
+            "drop_fields": list(chat.drop_fields),
+            "template_values": self.template_values,
+            "date": record.date,
+            "ends": list(self._ends),
+        }
+        return replace(record, scored_as=scored_as)

@@ -19,6 +19,7 @@ import transformers
 
 from megatron_lightning.data.rollouts.rewards import Rewards
 from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.file_names import REWARD_TEXTS
 from megatron_lightning.layers.losses.reward_loss import RewardLoss
 from megatron_lightning.modules import (
     GPTLightningModule,
@@ -27,10 +28,11 @@ from megatron_lightning.modules import (
     RewardModel,
     RewardModule,
 )
+from megatron_lightning.modules.post_training.reward_model import _device_of
 from megatron_lightning.peft import LoRA
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.adapted import CONFIG, VOCABULARY, llama
-from tests.helpers.chats import make_tokenizer, write_rows
+from tests.helpers.chats import CHATML, make_tokenizer, turn, write_rows
 from tests.helpers.layouts import MICRO, PP, TP
 from tests.helpers.preferences import BATCH, PAIRS, RATE, STEPS, SGDOptions
 from tests.helpers.ranks import run_ranks
@@ -224,6 +226,41 @@ def test_an_exported_folder_rewards(folder: str, tmp_path: Path) -> None:
     assert copied("what is", "blue", {}) == found[0]["model"]
     long = RewardModel(str(tmp_path / "out"), max_length=2)
     assert long("what is", "blue", {}) is None
+
+
+def test_answers_are_scored_as_they_were_trained(folder: str, tmp_path: Path) -> None:
+    """Values and date of the template, and the cut, travel in the folder."""
+    template = "{{ strftime_now('%Y') }} {{ mood }} " + CHATML
+    prompt = [turn("user", "what is the color of sky and grass")]
+    rows = [
+        {"prompt": prompt, "chosen": [turn("assistant", a)], "rejected": [turn("assistant", "red")]}
+        for a in ("blue", "green", "blue green", "does not know")
+    ]
+    options: dict[str, Any] = {
+        "sequence_length": 30, "batch_size": 4, "cache_dir": str(tmp_path / "cache"),
+        "chat_template": template, "template_options": {"mood": "blue"}, "date": "2020-01-01",
+        "truncation": "left",
+    }  # fmt: skip
+    data = PreferenceDataModule(write_rows(tmp_path / "rows.jsonl", rows), **options)
+    module = RewardModule(HuggingFaceModule(folder))
+    fit = trainer("auto", max_steps=1)
+    fit.fit(module, datamodule=data)
+    module.save_hf_pretrained(str(tmp_path / "out"))
+    model = RewardModel(str(tmp_path / "out"))
+    batch = next(iter(data.val_dataloader() or data.train_dataloader()))
+    with torch.no_grad():
+        expected = module.eval()._scores(batch)[batch["pair"].argsort()]
+    found = [[model(prompt, row[s][0]["content"], {}) for s in SIDES] for row in rows]
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=1e-6)
+    (tmp_path / "out" / REWARD_TEXTS).unlink()
+    with pytest.raises(DataError, match="set date"):
+        RewardModel(str(tmp_path / "out"))(prompt, "blue", {})
+
+
+def test_cuda_is_the_current_device_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    names = ("cuda", "cuda:1", "cpu")
+    assert [str(_device_of(name)) for name in names] == ["cuda:3", "cuda:1", "cpu"]
 
 
 def test_what_cannot_work_is_refused(folder: str, tmp_path: Path) -> None:

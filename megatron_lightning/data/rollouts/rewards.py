@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from megatron_lightning.errors import ConfigError
@@ -28,6 +29,9 @@ Answer = tuple[Any, Any, Mapping[str, Any]]
 
 class Rewards:
     """Functions ``reward(prompt, answer, row) -> float | None`` by name.
+
+    An object with ``is_serial = True`` is called by one thread at a time, and the time of a call
+    begins with the call. Its method ``load()`` is called before, without a limit.
 
     Args:
         functions: Functions, classes of objects that are called, or their class paths, with
@@ -54,11 +58,23 @@ class Rewards:
                 )
             self.functions[name] = _imported(one)
         self._timeout_s = timeout_s
+        self._locks = {
+            name: threading.Lock()
+            for name, one in self.functions.items()
+            if getattr(one, "is_serial", False)
+        }
+
+    def __reduce__(self) -> Any:
+        """Go to other processes without locks."""
+        return type(self), (self.functions, self._timeout_s)
 
     def score(
         self, answers: Sequence[Answer]
     ) -> tuple[list[dict[str, float | None]], Counter[str]]:
         """Return the rewards of every answer by name, and how often and why some are missing."""
+        for name in self._locks:
+            function: Any = self.functions[name]
+            function.load()
         found: list[Any] = []
 
         def body() -> None:
@@ -79,11 +95,12 @@ class Rewards:
         failures: Counter[str] = Counter()
         traces: dict[str, str] = {}
         limit = asyncio.Semaphore(_AT_ONCE)
+        alone = {name: asyncio.Semaphore(1) for name in self._locks}
 
-        async def one(function: Callable[..., Any], answer: Answer) -> float | None:
-            async with limit:
+        async def one(name: str, answer: Answer) -> float | None:
+            async with alone.get(name, limit):
                 try:
-                    result = await asyncio.wait_for(_called(function, answer), self._timeout_s)
+                    result = await self._result(name, answer)
                     value = None if result is None else float(result)
                 except asyncio.TimeoutError:
                     failures["timed_out"] += 1
@@ -99,7 +116,7 @@ class Rewards:
             return value
 
         names = list(self.functions)
-        calls = [one(self.functions[name], answer) for answer in answers for name in names]
+        calls = [one(name, answer) for answer in answers for name in names]
         values = await asyncio.gather(*calls)
         for kind, trace in traces.items():
             _log.warning(
@@ -112,32 +129,59 @@ class Rewards:
             for start in range(0, len(values), count or 1)
         ], failures
 
+    async def _result(self, name: str, answer: Answer) -> Any:
+        """Return the result of a function, which runs in a thread unless it is asynchronous."""
+        function, lock = self.functions[name], self._locks.get(name)
+        call = function if inspect.isroutine(function) else type(function).__call__
+        if inspect.iscoroutinefunction(call):
+            return await asyncio.wait_for(function(*answer), self._timeout_s)
+        begun, future = _in_thread(function, answer, lock or nullcontext())
+        try:  # a call that was given up may still have the lock
+            await asyncio.wait_for(begun, self._timeout_s)
+        except asyncio.TimeoutError:
+            future.cancel()
+            raise
+        return await asyncio.wait_for(future, self._timeout_s)
 
-async def _called(function: Callable[..., Any], answer: Answer) -> Any:
-    """Return the result of a function, which runs in a thread unless it is asynchronous."""
-    call = function if inspect.isroutine(function) else type(function).__call__
-    if inspect.iscoroutinefunction(call):
-        return await function(*answer)
+
+def _in_thread(
+    function: Callable[..., Any], answer: Answer, lock: AbstractContextManager[Any]
+) -> tuple[asyncio.Future[None], asyncio.Future[Any]]:
+    """Call a function in a thread. Return when it begins, and its result.
+
+    Args:
+        function: The function.
+        answer: Its arguments.
+        lock: Held by the call. A result that nobody waits for any more is not computed.
+    """
     loop = asyncio.get_running_loop()
+    begun: asyncio.Future[None] = loop.create_future()
     future: asyncio.Future[Any] = loop.create_future()
 
-    def tell(method: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
+    def tell(told: asyncio.Future[Any], method: Callable[[Any], None], value: Any) -> None:
+        if not told.done():
             method(value)
 
     def body() -> None:
         try:
-            outcome: tuple[Callable[[Any], None], Any] = (future.set_result, function(*answer))
-        except BaseException as error:  # of a user, in a thread that nobody watches
-            outcome = (future.set_exception, _as_exception(error))
-        try:
-            loop.call_soon_threadsafe(tell, *outcome)
+            with lock:
+                if future.done():
+                    return
+                loop.call_soon_threadsafe(tell, begun, begun.set_result, None)
+                try:
+                    outcome: tuple[Callable[[Any], None], Any] = (
+                        future.set_result,
+                        function(*answer),
+                    )
+                except BaseException as error:  # of a user, in a thread that nobody watches
+                    outcome = (future.set_exception, _as_exception(error))
+            loop.call_soon_threadsafe(tell, future, *outcome)
         except RuntimeError:  # the loop has ended without it
             return
 
     # A daemon: a function that hangs must not keep the process from ending.
     threading.Thread(target=body, name="reward", daemon=True).start()
-    return await future
+    return begun, future
 
 
 def _as_exception(error: BaseException) -> Exception:

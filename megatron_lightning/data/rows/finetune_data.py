@@ -136,16 +136,19 @@ class FinetuneData(RunData):
         """Chat template. None: there is no template."""
         if not self._templates:
             return None
-        prompt_date = PromptDate(self.date)
-        options = {
-            **prompt_date.options(self._templates.values(), asked=self._date is not None),
-            **(self._template_options or {}),
-        }
-        preamble = prompt_date.preamble(self._templates.values())
-        template = ChatTemplate(self._templates, self.tokenizer.special_tokens, options, preamble)
+        special = self.tokenizer.special_tokens
+        preamble = PromptDate(self.date).preamble(self._templates.values())
+        template = ChatTemplate(self._templates, special, self.template_values, preamble)
         if self.processor is not None:
             self.processor.find_placeholder(template.with_image())
         return template
+
+    @property
+    def template_values(self) -> dict[str, Any]:
+        """Further values for the chat template, such as a date."""
+        asked = self._date is not None
+        date = PromptDate(self.date).options(self._templates.values(), asked=asked)
+        return {**date, **(self._template_options or {})}
 
     @cached_property
     def processor(self) -> ImageProcessor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import threading
 import time
 from collections.abc import Mapping
@@ -296,3 +297,43 @@ def test_rows_without_a_prompt_are_refused() -> None:
             continue
         with pytest.raises(DataError, match=message):
             prompt_of(row, None, None)
+
+
+class Queued:
+    """A reward for one thread at a time, whose first call may hang."""
+
+    is_serial = True
+
+    def __init__(self, release: threading.Event | None = None) -> None:
+        self.release = release
+        self.calls = self.running = 0
+        self.is_loaded = False
+
+    def load(self) -> None:
+        time.sleep(0.3)
+        self.is_loaded = True
+
+    def __call__(self, prompt: Any, answer: Any, row: Any) -> float:
+        assert self.is_loaded and not self.running
+        self.calls, self.running = self.calls + 1, self.running + 1
+        time.sleep(0.03)
+        if self.release is not None:
+            self.release.wait(30)
+        self.running -= 1
+        return 1.0
+
+
+def test_the_time_of_a_queued_reward_begins_with_its_own_call() -> None:
+    queued = Queued()
+    scores, failures = pickle.loads(pickle.dumps(Rewards([queued], 0.2))).score(
+        [("p", "a", {})] * 9
+    )
+    assert scores == [{"Queued": 1.0}] * 9 and not failures
+
+    release = threading.Event()
+    hanging = Queued(release)
+    rewards = Rewards([hanging], 0.1)
+    assert rewards.score([("p", "a", {})] * 3)[1] == {"timed_out": 3}
+    release.set()
+    assert rewards.score([("p", "a", {})])[0] == [{"Queued": 1.0}]
+    assert hanging.calls == 2  # no call was made for answers that had been given up
