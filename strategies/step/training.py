@@ -21,7 +21,7 @@ from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.optim.lr_schedules import ScheduledLR
 from megatron_lightning.optim.maximal_update import scale_eps
 from megatron_lightning.optim.norms import GradientNorms
-from megatron_lightning.optim.owners.traffic import describe_owners
+from megatron_lightning.optim.owners.traffic import describe_owners, describe_stack
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 from megatron_lightning.step.gradients.gradient_guard import (
     GradientGuard,
@@ -82,17 +82,7 @@ class Training:
             units=part.units,
             storage=storage,
         )
-        division = self.accumulation.division
-        if division.whole:
-            rank_zero_info(
-                "MegatronStrategy: "
-                + describe_owners(division.whole, self.accumulation.owner_traffic())
-            )
-        if names := division.tried:
-            rank_zero_info(
-                f"MegatronStrategy: {', '.join(names)} was tried, not known: two copies that "
-                "step halves of its parameters, as the ranks do, agree with one that steps all."
-            )
+        self._print_division()
         print_groups(self.accumulation.views, context.pp)
         self._opaque: Mapping[str, Any] = storage.opaque_layers
         self._weight_gradients = WeightGradients()  # of compiled layers
@@ -141,6 +131,21 @@ class Training:
         precision.read_by = lambda optimizer: self.norms.gradients_of(optimizer)  # noqa: PLW0108 (shared by copies)
         self._scope.undo.callback(vars(precision).update, ranks=None, read_by=None)
         return precision
+
+    def _print_division(self) -> None:
+        """Say how ranks divide the optimizers."""
+        division = self.accumulation.division
+        traffic = self.accumulation.owner_traffic()
+        if division.whole or traffic.num_sent:
+            classes = [*division.whole, *division.matrices]
+            rank_zero_info("MegatronStrategy: " + describe_owners(classes, traffic))
+        if traffic.stack and self._scope.context.layout.ep > 1:
+            rank_zero_warn("MegatronStrategy: " + describe_stack(division.whole, traffic))
+        if names := division.tried:
+            rank_zero_info(
+                f"MegatronStrategy: {', '.join(names)} was tried, not known: two copies that "
+                "step halves of its parameters, as the ranks do, agree with one that steps all."
+            )
 
     def _clip_globally(self) -> None:
         """Replace the precision plugin's clipping by clipping over all ranks, whatever the plugin's

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim import ChainedOptimizer, DistributedOptimizer, GradientReducer
 from megatron_lightning.optim.optimizer_checks import check_owner_options
+from megatron_lightning.optim.owners import assignment
 from megatron_lightning.optim.owners.assignment import assign_owners
-from megatron_lightning.optim.owners.traffic import Traffic, describe_owners
+from megatron_lightning.optim.owners.traffic import Traffic, describe_owners, describe_stack
 from megatron_lightning.optim.owners.units import Units
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.parallel.shards.nested_state import filled, flattened
@@ -66,8 +68,37 @@ class Factored(torch.optim.Optimizer):
         return loss
 
 
-def build(sizes: Sizes, sharded: bool, dtype: torch.dtype) -> tuple[Any, ...]:
-    tp, ep, etp = sizes
+class Apart(torch.optim.Optimizer):
+    """Reads full matrices, each matrix of a stack alone."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "rows": torch.zeros(p.shape[:-1])}
+                    state |= {"moment": torch.zeros_like(p)}
+                state["step"] += 1
+                state["rows"] += p.grad.square().mean(-1)
+                state["moment"].lerp_(p.grad, 1 / state["step"])
+                scale = (1 + state["rows"]).sqrt()[..., None]
+                ratio = p.norm(dim=(-2, -1), keepdim=True)
+                p.sub_(state["moment"] / scale * group["lr"] * ratio)
+        return loss
+
+
+Case = tuple[type[torch.optim.Optimizer], Units, Sizes, bool]
+
+
+def build(case: Case, dtype: torch.dtype) -> tuple[Any, ...]:
+    kind, units, (tp, ep, etp), sharded = case
     context = ParallelContext(
         ParallelLayout(
             tensor_model_parallel_size=tp,
@@ -80,11 +111,11 @@ def build(sizes: Sizes, sharded: bool, dtype: torch.dtype) -> tuple[Any, ...]:
         name: nn.Parameter(spec.shard(initial(name)).to(dtype)) for name, spec in specs.items()
     }
     optimizer = ChainedOptimizer(
-        Factored([p for name, p in parameters.items() if name != "norm"]),
+        kind([p for name, p in parameters.items() if name != "norm"]),  # type: ignore[call-arg]
         torch.optim.AdamW([parameters["norm"]], lr=1e-2),
     )
     reducer = GradientReducer(parameters, specs, context, sharded=sharded)
-    owned = {id(optimizer.param_groups[0]): Units.WHOLE}
+    owned = {id(optimizer.param_groups[0]): units}
     return context, parameters, reducer, DistributedOptimizer(optimizer, reducer, owned=owned)
 
 
@@ -131,19 +162,20 @@ def equal(left: Saved, right: Saved) -> bool:
     return tensors and left[1] == right[1]
 
 
-def train(cases: list[tuple[Sizes, bool]], dtype: torch.dtype) -> list[Any]:
-    """Train every case, and resume each from the state of the first after a step."""
-    results, first = [], None
-    for sizes, sharded in cases:
-        _, parameters, reducer, view = build(sizes, sharded, dtype)
+@patch.object(assignment, "MESSAGE", 1)  # several messages
+def train(cases: list[Case], dtype: torch.dtype) -> list[Any]:
+    """Train every case, and resume each from the state of the optimizer's first after a step."""
+    results, firsts = [], dict[type, Saved]()
+    for case in cases:
+        _, parameters, reducer, view = build(case, dtype)
         step(parameters, reducer, view, 0)
         mine = saved(view)
-        first = first or mine
+        first = firsts.setdefault(case[0], mine)
         assert equal(mine, first)
         weights = {name: p.detach().clone() for name, p in parameters.items()}
         for number in range(1, STEPS):
             step(parameters, reducer, view, number)
-        _, again, reducer, resumed = build(sizes, sharded, dtype)
+        _, again, reducer, resumed = build(case, dtype)
         for name, parameter in again.items():
             parameter.data.copy_(weights[name])
         load(resumed, first)
@@ -163,9 +195,9 @@ def train(cases: list[tuple[Sizes, bool]], dtype: torch.dtype) -> list[Any]:
     return results
 
 
-def reference() -> dict[str, Tensor]:
+def reference(kind: type[torch.optim.Optimizer]) -> dict[str, Tensor]:
     parameters = {name: nn.Parameter(initial(name)) for name in SHAPES if name != "norm"}
-    optimizer = Factored(parameters.values())
+    optimizer = kind(parameters.values())  # type: ignore[call-arg]
     for number in range(STEPS):
         for name, parameter in parameters.items():
             parameter.grad = gradient(name, number)
@@ -173,7 +205,15 @@ def reference() -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-CASES = [((2, 2, 1), True), ((1, 2, 2), True), ((2, 4, 1), False), ((1, 1, 1), True)]
+CASES: list[Case] = [
+    (Factored, Units.WHOLE, (2, 2, 1), True),
+    (Factored, Units.WHOLE, (1, 2, 2), True),
+    (Factored, Units.WHOLE, (2, 4, 1), False),
+    (Factored, Units.WHOLE, (1, 1, 1), True),
+    (Apart, Units.WHOLE, (1, 1, 1), True),
+    (Apart, Units.EXPERTS, (1, 2, 2), True),
+    (Apart, Units.EXPERTS, (2, 4, 1), False),
+]
 
 
 @pytest.mark.parametrize(
@@ -181,9 +221,10 @@ CASES = [((2, 2, 1), True), ((1, 2, 2), True), ((2, 4, 1), False), ((1, 1, 1), T
 )
 def test_every_layout_steps_full_tensors_and_reads_any_state(dtype: torch.dtype) -> None:
     ranks = run_ranks(4, train, CASES, dtype)
-    expected = reference()
+    references = {kind: reference(kind) for kind in (Factored, Apart)}
     tolerance = 1e-6 if dtype == torch.float32 else 2**-5
-    for number, ((tp, ep, etp), sharded) in enumerate(CASES):
+    for number, (kind, units, (tp, ep, etp), sharded) in enumerate(CASES):
+        expected = references[kind]
         for name, value in expected.items():
             parts = ep * etp if name.startswith("experts") else tp
             holders = ranks[: parts if SHAPES[name][1] is not None else 1]
@@ -192,7 +233,12 @@ def test_every_layout_steps_full_tensors_and_reads_any_state(dtype: torch.dtype)
         traffic = ranks[0][number][1]
         if sharded:  # one owner each
             sizes = [value.numel() for value in expected.values()]
-            assert sum(traffic.owned) == sum(sizes) and traffic.largest == max(sizes)
+            stacks = [size for name, size in zip(expected, sizes, strict=True) if "experts" in name]
+            assert sum(traffic.owned) == sum(sizes)
+            if units is Units.EXPERTS:
+                assert traffic.largest == max({*sizes} - {*stacks}) and not traffic.stack
+            else:
+                assert traffic.largest == max(sizes) and traffic.stack == max(stacks)
             mean = sum(sizes) / 4
             assert max(traffic.owned) <= 4 / 3 * max(mean, traffic.largest)
 
@@ -233,6 +279,8 @@ def test_what_is_said_and_refused() -> None:
     said = describe_owners(["SOAP"], traffic)
     assert "SOAP reads full tensors, so one of 2 ranks owns and steps each" in said
     assert "1.0 MiB" in said and "500,005 elements (1.25 x the mean" in said and "5.7 MiB" in said
+    assert Traffic(0, 2**21, (2**22, 0)).peak_bytes == 4 * (2 * 2**22 + 2**21)  # a message of one
+    assert "up to 3.8 MiB of experts" in describe_stack(["SOAP"], Traffic(0, 5, (5,), 10**6))
     check_owner_options(["SOAP"], DataParallelOptions(), is_stored=False)
     for options, stored, name in (
         ({}, True, "fp8_param_gather"),

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.owners.traffic import MESSAGE
 from megatron_lightning.optim.owners.units import Units
 from megatron_lightning.parallel.shards.spec import Box, ShardSpec
 
@@ -93,11 +94,31 @@ class Assignment:
         """Elements owned by each rank."""
         for weight, owner in zip(weights, self.owner, strict=True):
             self.owned[owner] += weight
+        self._units_of: list[list[int]] = [[] for _ in ranks]
+        for number, owner in enumerate(self.owner):
+            self._units_of[owner].append(number)
+        self.message = self._messages(weights)
+        """The message of each unit."""
         self._check(names, weights)
 
     def owned_by(self, rank: int) -> list[int]:
         """Return the numbers of the units of a rank."""
-        return [number for number, owner in enumerate(self.owner) if owner == rank]
+        return self._units_of[rank]
+
+    def _messages(self, weights: Sequence[int]) -> list[int]:
+        """Return the message of each unit. A message has for every owner at most the elements of
+        the largest unit, or ``MESSAGE`` if that is more.
+        """
+        limit = max((MESSAGE, *weights))
+        places = [0] * len(weights)
+        for rank in range(len(self._ranks)):
+            place, filled = 0, 0
+            for number in self.owned_by(rank):
+                if filled + weights[number] > limit:
+                    place, filled = place + 1, 0
+                filled += weights[number]
+                places[number] = place
+        return places
 
     def pieces(self, holder: int, owner: int, *, sources: bool) -> list[Piece]:
         """Return the pieces that ``holder`` has of the units of ``owner``.

@@ -7,12 +7,13 @@ parameter. The owner keeps the full tensor in fp32 and the optimizer's state. A 
     optimizer.step()      every rank steps the tensors that it owns
     scatter_results()     shards of the results return to the holders  all-to-all
 
-Both messages carry all parameters of the step.
+Messages carry several units, as many elements for each owner as the largest unit has: so a rank
+holds main params and gradients of what it owns, and one message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from megatron_lightning.optim.gradients.gradient_proxies import gradient_of
 from megatron_lightning.optim.gradients.parameter_shard import main_dtype
 from megatron_lightning.optim.owners.assignment import Assignment, Holding, Piece
 from megatron_lightning.optim.owners.traffic import Traffic
-from megatron_lightning.optim.owners.units import Units
+from megatron_lightning.optim.owners.units import Units, is_stack
 from megatron_lightning.optim.stepping.entries import OptimizerEntry, Owned, Target
 from megatron_lightning.optim.stepping.main_params import take_over
 from megatron_lightning.optim.write_watch import WriteWatch
@@ -47,6 +48,17 @@ class Held(NamedTuple):
     units: Units
     has_gradient: Callable[[], bool]
     """Whether the parameter has a gradient in this step. Equal on all ranks."""
+
+
+class _Message(NamedTuple):
+    """Part of an exchange, on this rank."""
+
+    mine: list[int]
+    """This rank's units."""
+    received: list[list[Piece]]
+    """Rank -> the rank's pieces of this rank's units."""
+    given: list[list[Piece]]
+    """Rank -> this rank's pieces of the rank's units."""
 
 
 class Exchange:
@@ -78,10 +90,8 @@ class Exchange:
         own_specs = [entry.spec for entry in self._entries]
         names = [entry.name for entry in self._entries]
         self._plan = plan = Assignment(names, own_specs, [each.units for each in held], ranks)
-        me = group.rank
-        self._mine = plan.owned_by(me)
-        self._sources = _Routes(plan, me, group.size, sources=True)
-        self._holders = _Routes(plan, me, group.size, sources=False)
+        self._sources = _messages(plan, group, sources=True)
+        self._holders = _messages(plan, group, sources=False)
         dtypes = [holding.dtype for rank in ranks for holding in rank if holding.dtype is not None]
         # Parameters of several dtypes travel in one message.
         self._dtype = _common(dtypes)
@@ -105,7 +115,14 @@ class Exchange:
         sent = self._plan.num_sent(sources=True) * main_dtype(self._dtype).itemsize
         sent += self._plan.num_sent(sources=False) * self._dtype.itemsize
         sizes = [prod(unit.box.shape) for unit in self._plan.units]
-        return Traffic(sent, max(sizes, default=0), tuple(self._plan.owned))
+        stacks = [
+            size
+            for size, unit in zip(sizes, self._plan.units, strict=True)
+            if self._held[unit.entry].units is Units.WHOLE
+            and is_stack(self._entries[unit.entry].spec)
+        ]
+        largest, stack = max(sizes, default=0), max(stacks, default=0)
+        return Traffic(sent, largest, tuple(self._plan.owned), stack)
 
     def record(self) -> None:
         """Record the parameters as they are now, equal to the rounded tensors of the owners, to
@@ -137,7 +154,7 @@ class Exchange:
     def _make_targets(self) -> dict[int, list[nn.Parameter]]:
         """Return copies of this rank's units by number, several copies for fused matrices."""
         targets: dict[int, list[nn.Parameter]] = {}
-        for number, full in self._gather_values().items():
+        for number, full in self._gather_values():
             index, box = self._plan.units[number]
             entry, units = self._entries[index], self._held[index].units
             dtype = main_dtype(self._dtypes[index])
@@ -166,84 +183,80 @@ class Exchange:
                 continue
             gradient = gradient_of(entry.shard.target)
             gradients.append(torch.zeros_like(entry.shard.value) if gradient is None else gradient)
-        for number, full in self._gather(gradients, main_dtype(self._dtype)).items():
+        for number, full in self._gather(gradients, main_dtype(self._dtype)):
             is_used = self._held[self._plan.units[number].entry].has_gradient()
             for target, part in self._parts_of(number, full):
                 target.grad = part.to(target) if is_used else None
 
     def scatter_results(self) -> None:
         """Copy the stepped tensors into the parameters of all ranks, and drop the gradients."""
-        full: dict[int, Tensor] = {}
-        for number, targets in self._targets.items():
-            index, box = self._plan.units[number]
-            joined = self._held[index].units.join(
-                [target.detach() for target in targets], self._entries[index].spec
-            )
-            full[number] = joined.view(box.shape).to(self._where, self._dtype)
+        for targets in self._targets.values():
             for target in targets:
                 target.grad = None
-        self._scatter(full)
+        values = [None if entry.shard is None else entry.shard.value for entry in self._entries]
+        shards = self._shards_of(values)
+        for message in self._holders:
+            full = {number: self._joined(number) for number in message.mine}
+            results = [
+                [full[piece.unit][self._place_of(piece)] for piece in pieces]
+                for pieces in message.received
+            ]
+            received = self._all_to_all(results, message.given, self._dtype)
+            for pieces, data in zip(message.given, received, strict=True):
+                for piece, part in zip(pieces, data, strict=True):
+                    self._view(shards, piece).copy_(part)
         self.record()
+
+    def _joined(self, number: int) -> Tensor:
+        """Return a stepped unit."""
+        index, box = self._plan.units[number]
+        tensors = [target.detach() for target in self._targets[number]]
+        joined = self._held[index].units.join(tensors, self._entries[index].spec)
+        return joined.view(box.shape).to(self._where, self._dtype)
 
     def refresh(self, keep: Set[str]) -> None:
         """Copy the parameters into the owners' tensors, except parameters with a global name in
         ``keep``.
         """
-        for number, full in self._gather_values().items():
+        for number, full in self._gather_values():
             if self._entries[self._plan.units[number].entry].global_name not in keep:
                 for target, part in self._parts_of(number, full):
                     target.data.copy_(part)
 
     def take_over(self) -> None:
         """Replace the elements of the owners' tensors written in the parameters."""
-        for number, full in self._gather_values().items():
+        for number, full in self._gather_values():
             dtype = self._dtypes[self._plan.units[number].entry]
             for target, part in self._parts_of(number, full):
                 take_over(target.data, part.to(target.device, dtype))
         self.record()
 
-    def _gather_values(self) -> dict[int, Tensor]:
+    def _gather_values(self) -> Iterator[tuple[int, Tensor]]:
         values = [None if entry.shard is None else entry.shard.value for entry in self._entries]
         return self._gather(values, self._dtype)
 
-    def _gather(self, local: Sequence[Tensor | None], dtype: torch.dtype) -> dict[int, Tensor]:
-        """Send this rank's pieces of every unit to the owner. Return this rank's full units by
-        number.
+    def _gather(
+        self, local: Sequence[Tensor | None], dtype: torch.dtype
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Send this rank's pieces of every unit to the owner. Yield this rank's full units with
+        their numbers. A collective of all ranks, until the end.
         """
-        shards, routes = self._shards_of(local), self._sources
-        received = self._all_to_all(
-            [[self._view(shards, piece) for piece in pieces] for pieces in routes.given],
-            routes.received,
-            dtype,
-        )
-        units = self._plan.units
-        full = {
-            number: torch.empty(units[number].box.shape, dtype=dtype, device=self._where)
-            for number in self._mine
-        }
-        for pieces, data in zip(routes.received, received, strict=True):
-            for piece, part in zip(pieces, data, strict=True):
-                full[piece.unit][self._place_of(piece)] = part
-        return full
+        shards = self._shards_of(local)
+        for message in self._sources:
+            pieces = [[self._view(shards, piece) for piece in some] for some in message.given]
+            yield from self._assembled(message, self._all_to_all(pieces, message.received, dtype))
 
-    def _scatter(self, full: Mapping[int, Tensor]) -> None:
-        """Send every rank's pieces of the owners' units, and copy this rank's pieces into the
-        parameters.
-        """
-        routes = self._holders
-        received = self._all_to_all(
-            [
-                [full[piece.unit][self._place_of(piece)] for piece in pieces]
-                for pieces in routes.received
-            ],
-            routes.given,
-            self._dtype,
-        )
-        values = [None if entry.shard is None else entry.shard.value for entry in self._entries]
-        shards = self._shards_of(values)
-        for pieces, data in zip(routes.given, received, strict=True):
+    def _assembled(
+        self, message: _Message, received: Sequence[Sequence[Tensor]]
+    ) -> Iterable[tuple[int, Tensor]]:
+        """Return this rank's full units of a message, from the pieces of all ranks."""
+        full: dict[int, Tensor] = {}
+        for pieces, data in zip(message.received, received, strict=True):
             for piece, part in zip(pieces, data, strict=True):
-                self._view(shards, piece).copy_(part)
+                if piece.unit not in full:
+                    full[piece.unit] = part.new_empty(self._plan.units[piece.unit].box.shape)
+                full[piece.unit][self._place_of(piece)] = part
+        return full.items()
 
     def _shards_of(self, local: Sequence[Tensor | None]) -> list[list[Shard]]:
         """Return the shards of this rank's tensor of every parameter."""
@@ -262,55 +275,53 @@ class Exchange:
 
     def _all_to_all(
         self,
-        sent: Iterable[Sequence[Tensor]],
+        sent: Sequence[Sequence[Tensor]],
         expected: Sequence[Sequence[Piece]],
         dtype: torch.dtype,
     ) -> list[list[Tensor]]:
         """Send a list of tensors to every rank. Return the tensors received from each rank."""
         nothing = torch.empty(0, dtype=dtype, device=self._where)
-        flat = [
-            torch.cat([nothing, *(tensor.reshape(-1).to(dtype) for tensor in tensors)])
-            for tensors in sent
-        ]
+        parts = [tensor.reshape(-1).to(dtype) for tensors in sent for tensor in tensors]
+        data = torch.cat([nothing, *parts])
         # Both sides know all sizes by the plan, so one message for each pair of ranks is enough.
         if not self.is_local:
             sizes = [sum(piece.numel for piece in pieces) for pieces in expected]
-            buffer = nothing.new_empty(sum(sizes))
+            own, data = data, nothing.new_empty(sum(sizes))
             dist.all_to_all_single(
-                buffer,
-                torch.cat(flat),
+                data,
+                own,
                 sizes,
-                [tensor.numel() for tensor in flat],
+                [sum(tensor.numel() for tensor in tensors) for tensors in sent],
                 group=self._group.process_group,
             )
-            flat = list(buffer.split_with_sizes(sizes))
-        return [
-            [
-                part.view(piece.box.shape)
-                for piece, part in zip(
-                    pieces, data.split_with_sizes([piece.numel for piece in pieces]), strict=True
-                )
-            ]
-            for pieces, data in zip(expected, flat, strict=True)
-        ]
+        pieces = [piece for some in expected for piece in some]
+        received = iter(data.split_with_sizes([piece.numel for piece in pieces]))
+        return [[next(received).view(piece.box.shape) for piece in some] for some in expected]
 
 
-class _Routes:
-    """Messages of this rank in one direction.
+def _messages(plan: Assignment, group: AxisGroup, *, sources: bool) -> list[_Message]:
+    """Return the messages of this rank in one direction.
 
     Args:
         plan: The plan.
-        me: This rank.
-        num_ranks: Ranks of the exchange.
+        group: Ranks of the exchange.
         sources: Whether pieces of copies are left out.
     """
+    ranks, me = range(group.size), group.rank
+    received = [plan.pieces(rank, me, sources=sources) for rank in ranks]
+    given = [plan.pieces(me, rank, sources=sources) for rank in ranks]
 
-    def __init__(self, plan: Assignment, me: int, num_ranks: int, *, sources: bool) -> None:
-        ranks = range(num_ranks)
-        self.received = [plan.pieces(rank, me, sources=sources) for rank in ranks]
-        """Rank -> the rank's pieces of this rank's units."""
-        self.given = [plan.pieces(me, rank, sources=sources) for rank in ranks]
-        """Rank -> this rank's pieces of the rank's units."""
+    def of(number: int, routes: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
+        return [[p for p in pieces if plan.message[p.unit] == number] for pieces in routes]
+
+    return [
+        _Message(
+            [unit for unit in plan.owned_by(me) if plan.message[unit] == number],
+            of(number, received),
+            of(number, given),
+        )
+        for number in range(max(plan.message, default=-1) + 1)
+    ]
 
 
 def _holding(entry: OptimizerEntry, context: ParallelContext) -> Holding:

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 _MIB = 2**20
 _MAIN = 4  # bytes of an element of main params and gradients
-_COPIES = 3
-"""Main param, gradient, and the pieces received of one of them."""
+_COPIES = 2
+"""Main param and gradient."""
+MESSAGE = 2**20
+"""Elements of a message, for each owner: small units travel together."""
 
 
 class Traffic(NamedTuple):
@@ -20,6 +22,8 @@ class Traffic(NamedTuple):
     """Elements of the largest parameter or expert."""
     owned: tuple[int, ...]
     """Elements owned by each rank."""
+    stack: int = 0
+    """Elements of the largest stack of experts with one owner. 0: none."""
 
     @classmethod
     def total(cls, exchanges: Iterable[Traffic]) -> Traffic:
@@ -31,12 +35,16 @@ class Traffic(NamedTuple):
             sum(each.num_sent for each in several),
             max((each.largest for each in several), default=0),
             tuple(map(sum, zip(*padded, strict=True))),
+            max((each.stack for each in several), default=0),
         )
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of full tensors on the fullest rank in a step, without the optimizer's state."""
-        return _COPIES * _MAIN * max(self.owned, default=0)
+        """Bytes of full tensors on the fullest rank in a step, without the optimizer's state: what
+        it owns, and a message.
+        """
+        fullest = max(self.owned, default=0)
+        return _MAIN * (_COPIES * fullest + min(fullest, max(self.largest, MESSAGE)))
 
 
 def describe_owners(classes: Sequence[str], traffic: Traffic) -> str:
@@ -55,4 +63,19 @@ def describe_owners(classes: Sequence[str], traffic: Traffic) -> str:
         f"steps each. A step sends {traffic.num_sent / _MIB:.1f} MiB between them. The fullest "
         f"rank owns {fullest:,} elements ({ratio}; the largest tensor has {traffic.largest:,}), "
         f"and holds {peak} of full tensors at its peak, beside the state."
+    )
+
+
+def describe_stack(classes: Sequence[str], traffic: Traffic) -> str:
+    """Return a warning for stacks of experts with one owner.
+
+    Args:
+        classes: The optimizers.
+        traffic: What a step sends and keeps.
+    """
+    return (
+        f"{', '.join(classes)} steps the stacked experts of a layer as one tensor, so one rank "
+        f"owns up to {traffic.stack * _MAIN / _MIB:.1f} MiB of experts in one piece, beside the "
+        "state, which expert parallelism does not divide. Use an optimizer that steps each matrix "
+        "alone, such as Muon, for the experts: ChainedOptimizer(Muon(experts), ...)."
     )

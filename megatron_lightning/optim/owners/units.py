@@ -2,7 +2,8 @@
 
     WHOLE       [out, in]            the parameter, as one process has it (fused projections too)
                 [E, out, in]         the stack of experts
-    EXPERTS     [E, out, in]         [1, out, in] of each expert
+    EXPERTS     [out, in]            the same
+                [E, out, in]         [1, out, in] of each expert
     MATRICES    [out, in]            the matrix, or each of the fused matrices: query, key and
                                      value; gate and up
                 [E, out, in]         the matrices of each expert
@@ -34,7 +35,8 @@ class Units(Enum):
     def boxes(self, spec: ShardSpec) -> list[Box]:
         """Return the range of each unit in the global parameter."""
         shape = spec.global_shape
-        if self is Units.WHOLE or len(shape) <= _MATRIX:
+        is_divided = is_stack(spec) if self is Units.EXPERTS else len(shape) > _MATRIX
+        if self is Units.WHOLE or not is_divided:
             return [Box.full(shape)]
         experts, *matrix = shape
         first = (0,) * len(matrix)
@@ -77,6 +79,11 @@ class Units(Enum):
             Shard((*leading, index * period + first, 0), part)
             for index, part in enumerate(torch.split(stacked, rows, dim=-_MATRIX))
         ]
+
+
+def is_stack(spec: ShardSpec) -> bool:
+    """Return whether a parameter stacks the matrices of experts."""
+    return spec.is_expert and len(spec.global_shape) > _MATRIX
 
 
 def is_several(spec: ShardSpec) -> bool:

@@ -36,8 +36,9 @@ from torch.optim import (
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.parameter_shard import main_dtype
 from megatron_lightning.optim.owners.readers import reads, steps_matrices
-from megatron_lightning.optim.owners.units import Units
+from megatron_lightning.optim.owners.units import Units, is_stack
 from megatron_lightning.optim.stepping.chained import members
+from megatron_lightning.optim.stepping.expert_trial import steps_experts
 from megatron_lightning.optim.stepping.probe import DIVISIONS, Spread, probe, trials
 from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.shards.spec import ShardSpec
@@ -98,6 +99,8 @@ class Division(NamedTuple):
     """Classes that are element-wise in a trial, and not known."""
     whole: Sequence[str] = ()
     """Classes that read full tensors, but for Muon."""
+    matrices: Sequence[str] = ()
+    """Classes that read full matrices: Muon."""
 
 
 class _Verdict(NamedTuple):
@@ -147,7 +150,10 @@ def divide(
                 owned |= {id(group): units for group in member.param_groups}
                 whole.add(type(member).__name__)
     tried = set[str]().union(*(rank.tried for rank in ranks)) - whole
-    return Division(owned, sorted(tried), sorted(whole))
+    matrices = {
+        type(member).__name__ for o, _ in steps for member in members(o) if steps_matrices(member)
+    }
+    return Division(owned, sorted(tried), sorted(whole), sorted(matrices))
 
 
 def _judge_all(
@@ -173,11 +179,44 @@ def _judge_all(
                 shapes.setdefault(parameter.group, []).append(parameter.spec.global_shape)
             try:
                 if reads_tensors(member, divisions, shapes, passed, whole_tensors=whole_tensors):
-                    whole[i, j] = Units.WHOLE
+                    stacks = {
+                        group: [
+                            p.spec.global_shape
+                            for p in mine
+                            if p.group == group and is_stack(p.spec)
+                        ]
+                        for group in groups
+                    }
+                    whole[i, j] = units_of(member, stacks)
             except ConfigError as error:
                 return _Verdict(str(error))
             tried.add(type(member).__name__)
     return _Verdict("", frozenset(tried), whole)
+
+
+def units_of(optimizer: Optimizer, stacks: Mapping[int, Sequence[Sequence[int]]]) -> Units:
+    """Return the full tensors of an optimizer: experts alone, unless a trial shows that a stack of
+    experts is stepped as one tensor, or the class is known to read full tensors in rare steps.
+
+    Args:
+        optimizer: The optimizer, not a chain.
+        stacks: Id of a parameter group -> global shapes of the group's stacked experts.
+
+    Raises:
+        ConfigError: If the optimizer cannot be tried.
+    """
+    if any(stacks.values()) and reads(optimizer) is False:
+        return Units.WHOLE
+    for group in optimizer.param_groups:
+        if shapes := stacks.get(id(group)):
+            device, dtype = _place_of(group)
+            try:
+                is_alone = steps_experts(optimizer, group, shapes, device=device, dtype=dtype)
+            except Exception as error:
+                raise ConfigError(_untried(optimizer, "rows", error)) from error
+            if not is_alone:
+                return Units.WHOLE
+    return Units.EXPERTS
 
 
 def _divisions(parameters: Sequence[Stepped], context: ParallelContext) -> list[str]:
@@ -248,23 +287,18 @@ def _tried(
     Raises:
         ConfigError: If it reads more, or cannot be tried.
     """
-    target = group["params"][0]
-    dtype = main_dtype(target.dtype) if target.is_floating_point() else torch.float32
+    device, dtype = _place_of(group)
     # Groups often differ in nothing that a trial sees: one trial is enough.
-    trial = (optimizer, *divisions, str(trials(sizes)), target.device, dtype, _options(group))
+    trial = (optimizer, *divisions, str(trials(sizes)), device, dtype, _options(group))
     if trial in passed:
         return False
-    tried = partial(probe, optimizer, group, shapes=sizes, device=target.device, dtype=dtype)
+    tried = partial(probe, optimizer, group, shapes=sizes, device=device, dtype=dtype)
     try:
         difference = next((kind for kind in tried(_in_order(divisions)) if not kind.is_equal), None)
         # Owners step tensors apart: no more than a tensor may be read.
         reads_group = difference is not None and not all(s.is_equal for s in tried(["tensors"]))
     except Exception as error:
-        raise ConfigError(
-            f"{type(optimizer).__name__} could not be tried on small tensors "
-            f"({type(error).__name__}: {error}). An unknown optimizer is tried, since "
-            f"{_PARTS[divisions[0]]}. {_ADVICE}"
-        ) from error
+        raise ConfigError(_untried(optimizer, divisions[0], error)) from error
     if difference is None:
         passed.add(trial)
         return False
@@ -272,6 +306,13 @@ def _tried(
         part = difference.division if difference.division in divisions else "flat"
         raise ConfigError(_refusal(optimizer, part, _found(difference)))
     return True
+
+
+def _place_of(group: Mapping[str, Any]) -> tuple[torch.device, torch.dtype]:
+    """Return device and dtype of a group's trial. A plan has no values, and its trial is on CPU."""
+    target = group["params"][0]
+    device = torch.device("cpu") if target.is_meta else target.device
+    return device, main_dtype(target.dtype) if target.is_floating_point() else torch.float32
 
 
 def _options(group: Mapping[str, object]) -> str:
@@ -294,6 +335,14 @@ def _found(spread: Spread) -> str:
     return (
         f": in a trial, two copies of it that step {_HALVES[spread.division]} differ from one that "
         f"steps everything by {spread.difference:.2g} of the largest update"
+    )
+
+
+def _untried(optimizer: Optimizer, division: str, error: Exception) -> str:
+    return (
+        f"{type(optimizer).__name__} could not be tried on small tensors "
+        f"({type(error).__name__}: {error}). An unknown optimizer is tried, since "
+        f"{_PARTS[division]}. {_ADVICE}"
     )
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim import ChainedOptimizer
-from megatron_lightning.optim.owners.units import Units
 from megatron_lightning.optim.stepping.chained import members
 from megatron_lightning.optim.stepping.elementwise import (
     ELEMENTWISE,
@@ -72,7 +71,7 @@ def whole(optimizer: torch.optim.Optimizer, **layout: Any) -> list[str]:
         if type(member).__name__ in division.whole
         for group in member.param_groups
     }
-    assert division.owned == dict.fromkeys(groups, Units.WHOLE)
+    assert division.owned.keys() == groups
     return list(division.whole)
 
 
