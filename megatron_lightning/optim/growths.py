@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.shards.transposed import is_transposed
 
 
 def base_shapes(model: nn.Module, base: nn.Module) -> dict[str, tuple[float, ...]]:
@@ -35,13 +36,14 @@ def base_shapes(model: nn.Module, base: nn.Module) -> dict[str, tuple[float, ...
 
 
 def _in_order(name: str, module: nn.Module, growth: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the growth as (..., fan-out, fan-in): an embedding's rows are its fan-in, and the dims
-    of a convolution's kernel are last.
+    """Return the growth as (..., fan-out, fan-in): an embedding's rows and those of GPT-2's Conv1D
+    are the fan-in, and the dims of a convolution's kernel are last.
 
     Raises:
         ConfigError: If another dim grows.
     """
-    if len(growth) > 1 and isinstance(module, (nn.Embedding, nn.EmbeddingBag, _ConvNd)):
+    is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or is_transposed(module)
+    if len(growth) > 1 and (is_table or isinstance(module, _ConvNd)):
         is_swapped = not isinstance(module, _ConvNd) or module.transposed
         channels, kernel = growth[:2], growth[2:]
         growth = (*kernel, *(channels[::-1] if is_swapped else channels))

@@ -14,7 +14,8 @@ from torch import nn
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.shards.ties import shared_names
-from megatron_lightning.peft.matching import is_linear, is_transposed, output_layers
+from megatron_lightning.parallel.shards.transposed import is_transposed
+from megatron_lightning.peft.matching import is_linear, output_layers
 from megatron_lightning.peft.saved import Factors, SavedAdapters, hf_paths, to_gpt
 
 _LISTED = 6

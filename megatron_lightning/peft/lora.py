@@ -34,6 +34,7 @@ from megatron_lightning.layers.adapters.stacked_adapters import StackedAdapters,
 from megatron_lightning.layers.adapters.weight_adapters import add_to_weight
 from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.parallel.shards.ties import shared_names
+from megatron_lightning.parallel.shards.transposed import is_transposed
 from megatron_lightning.peft.heads import heads_of, task_of
 from megatron_lightning.peft.matching import (
     check_table,
@@ -42,7 +43,6 @@ from megatron_lightning.peft.matching import (
     find_saved,
     find_targets,
     is_divided,
-    is_transposed,
     saved_names,
     short_names,
     short_parameters,

@@ -21,6 +21,7 @@ from megatron_lightning.layers.losses.linear_loss import TakesLoss
 from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.parallel.shards.attachments import is_extended, without_attachments
 from megatron_lightning.parallel.shards.patterns import compile_pattern, nearest_pattern
+from megatron_lightning.parallel.shards.transposed import is_transposed
 
 ALL_LINEAR = "all-linear"
 _LISTED = 8
@@ -51,11 +52,6 @@ def is_linear(layer: nn.Module) -> bool:
         return True
     # torch's attention reads the weight of this layer without calling the layer.
     return isinstance(layer, nn.Linear) and not isinstance(layer, NonDynamicallyQuantizableLinear)
-
-
-def is_transposed(layer: nn.Module) -> bool:
-    """Return whether a layer is a ``Conv1D`` of ``transformers``, with a weight [in, out]."""
-    return type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")
 
 
 def is_divided(layer: nn.Module) -> bool:

@@ -15,8 +15,8 @@ from megatron_lightning.layers.adapters.adapter_layers import Adapters, adapted_
 from megatron_lightning.layers.adapters.magnitude import magnitude_of
 from megatron_lightning.layers.adapters.stacked_adapters import StackedAdapters, detach_stacked
 from megatron_lightning.parallel.shards.spec import Box
+from megatron_lightning.parallel.shards.transposed import is_transposed
 from megatron_lightning.peft.lora import APPLIED, FusedRows
-from megatron_lightning.peft.matching import is_transposed
 from megatron_lightning.peft.saved import Factors, SavedAdapters, check_full
 from megatron_lightning.precision.qlora.frozen_base import check_values
 

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.pytorch_utils import Conv1D
 
 from benchmarks.maximal_update import change_slopes
 from megatron_lightning.config import TransformerConfig
@@ -232,6 +234,27 @@ def test_convolutions() -> None:
         assert scale == expected, name
     with pytest.raises(ConfigError, match=r"stem.weight of Conv2d grows by .*last two dims"):
         base_shapes(Images(64, 5), Images(16))
+
+
+def test_weights_stored_as_in_and_out() -> None:
+    def gpt2(width: int) -> nn.Module:
+        sizes = {"n_layer": 1, "n_embd": width, "n_head": width // 8, "n_positions": 8}
+        return GPT2LMHeadModel(GPT2Config(vocab_size=32, **sizes))
+
+    with torch.device("meta"):
+        growths = base_shapes(gpt2(64), gpt2(16))
+    layer = "transformer.h.0"
+    hidden, vector, head = (0.25, 4.0, 0.25), (1.0, 1.0, 0.25), (0.25, 4.0, 1.0)
+    wider = nn.ModuleDict({"a": Conv1D(12, 64), "b": Conv1D(64, 12)})  # a: 64 to 12 features
+    wider_base = nn.ModuleDict({"a": Conv1D(12, 16), "b": Conv1D(16, 12)})
+    for growth, expected in (
+        (growths[f"{layer}.attn.c_attn.weight"], hidden),
+        (growths[f"{layer}.mlp.c_proj.weight"], hidden),
+        (growths["transformer.wpe.weight"], vector),
+        (base_shapes(wider, wider_base)["a.weight"], head),
+        (base_shapes(wider, wider_base)["b.weight"], vector),
+    ):
+        assert scale_of(growth, "adam", multiplied=False) == expected
 
 
 @pytest.mark.parametrize(("head", "rate"), [(None, 1.0), (8, 2.0)])
