@@ -15,18 +15,20 @@ that one command works on every machine.
 from __future__ import annotations
 
 import argparse
+import lzma
 import signal
 import sys
+import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from benchmarks import gpu_tests, machine
 from benchmarks.gpu import bundles, jobs, probe
-from benchmarks.gpu.budget import Kept, spend
+from benchmarks.gpu.budget import Kept, Workers, spend
 from benchmarks.gpu.cases import CASES, record_of, run_items, write
 from benchmarks.gpu.record import RunRecord
 
@@ -43,12 +45,29 @@ def budgeted(options: argparse.Namespace) -> int:
     record = RunRecord(path, header, *options.earlier)
     record.write()
     with tempfile.TemporaryDirectory() as folder:
-        env = bundles.unpack(options.bundles, Path(folder)) if options.bundles else {}
+        env = _unpacked(options.bundles, Path(folder), record) if options.bundles else {}
         found = probe.two_ranks_a_device(env)
         record.probe = found.said
+        record.write()
         print(f"two ranks on a GPU: {found.said}", flush=True)
         kept = Kept(gpu_tests.read_record(), gpu_tests.read_record(gpu_tests.CASES_RECORD))
-        return spend(record, kept, deadline, {**env, **found.env})
+        cases_env = {name: value for name, value in env.items() if name != bundles.PRELOAD}
+        workers = Workers(tests_env={**env, **found.env}, cases_env=cases_env)
+        return spend(record, kept, deadline, workers)
+
+
+def _unpacked(packed: Path, folder: Path, record: RunRecord) -> Mapping[str, str]:
+    """Unpack the bundles and note them; return the environment that uses them. Without them the
+    run goes on, for its time on the GPU is short.
+    """
+    try:
+        env = bundles.unpack(packed, folder)
+    except (OSError, EOFError, tarfile.TarError, lzma.LZMAError) as error:
+        record.bundles, env = f"none: {type(error).__name__}: {error}", {}
+    else:
+        record.bundles = ", ".join(sorted(path.name for path in folder.iterdir()))
+    print(f"bundles: {record.bundles}", flush=True)
+    return env
 
 
 def one_case(case: str, folder: Path, deadline: float) -> int:
@@ -91,8 +110,6 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     for each in options.earlier:
         if not each.is_file():
             parser.error(f"--continue: there is no file {each}")
-    if options.bundles and not any(options.bundles.glob("*.tar.xz")):
-        parser.error(f"--bundles: {options.bundles} has none. Run benchmarks.gpu.bundles.")
     if options.case is not None and options.case not in CASES:
         parser.error(f"there is no case {options.case!r}; set --case to one of {', '.join(CASES)}.")
 

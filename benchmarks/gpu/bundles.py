@@ -1,4 +1,5 @@
-"""Bundles for a GPU machine without a package index: a newer NCCL, and Transformer Engine.
+"""Bundles for a GPU machine without a package index: a newer NCCL, Transformer Engine, and the
+packages of the command line.
 
     python -m benchmarks.gpu.bundles FOLDER                    # from PyPI's wheels
     python -m benchmarks.gpu --bundles FOLDER --budget 8m ...  # there: unpacked before use
@@ -31,12 +32,16 @@ NCCL = "nvidia-nccl-cu13==2.30.7"
 ENGINE = ("transformer-engine==2.20.2", "transformer-engine-cu13==2.20.2", "nvdlfw-inspect==0.2.2")
 NEEDED = ("pydantic==2.13.4",)
 """By the engine, with their own needs."""
+COMMAND_LINE = ("jsonargparse==4.53.0", "docstring-parser==0.18.0", "typeshed-client==2.14.0")
+"""Pure Python; PyTorch and Lightning bring what they need."""
 ARCH = 90
 """Compute capability of the GPUs, times ten: H100 and H200."""
 PYTHON = "3.12"
 LIMIT_BYTES = 50 * 2**20
 """Of all bundles, packed."""
 FOLDER = machine.ROOT / ".gpu"
+PRELOAD = "LD_PRELOAD"
+"""Variable that loads the NCCL."""
 _LINUX = ("manylinux_2_28", "manylinux_2_18", "manylinux_2_17", "manylinux2014")
 _UNUSED = ("wheel_lib/nccl_ep", "wheel_lib/libnccl_ep.so", "transformer_engine/jax", "nccl/include")
 """Parts of names in the wheels: code for JAX and for C++, and a library for other NCCLs."""
@@ -50,7 +55,8 @@ def build(folder: Path, extension: Path | None, arch: int = ARCH) -> dict[str, i
     """
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {}
-    for name, packages in (("nccl", (NCCL,)), ("transformer_engine", ENGINE)):
+    kinds = {"nccl": (NCCL,), "transformer_engine": ENGINE, "command_line": COMMAND_LINE}
+    for name, packages in kinds.items():
         with tempfile.TemporaryDirectory() as work:
             site = Path(work) / "site"
             download(["--no-deps", *packages], Path(work))
@@ -133,15 +139,16 @@ def environment(target: Path) -> dict[str, str]:
     """Return the variables that use unpacked bundles."""
     env: dict[str, str] = {}
     for library in (target / "nccl").rglob("libnccl.so.2"):
-        env["LD_PRELOAD"] = _before("LD_PRELOAD", str(library))
+        env[PRELOAD] = _before(PRELOAD, str(library))
+    packages = [target / "command_line"]
     engine = target / "transformer_engine"
     if any(engine.glob("transformer_engine_torch*.so")):
+        packages.append(engine)
         # The core library names functions of a newer cuBLAS, which Hopper never calls.
-        env |= {
-            "PYTHONPATH": _before("PYTHONPATH", str(engine)),
-            "LD_LIBRARY_PATH": _before("LD_LIBRARY_PATH", *_libraries()),
-            "LD_BIND_NOW": "",
-        }
+        env |= {"LD_LIBRARY_PATH": _before("LD_LIBRARY_PATH", *_libraries()), "LD_BIND_NOW": ""}
+    found = [str(path) for path in packages if path.is_dir()]
+    if found:
+        env["PYTHONPATH"] = _before("PYTHONPATH", *found)
     return env
 
 

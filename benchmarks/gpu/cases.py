@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import bench_gpu, gpu_cases, gpu_inference, gpu_moe, gpu_precision
-from benchmarks.gpu.record import Record, summary
+from benchmarks.gpu.record import Record, plain, summary
 from benchmarks.gpu_cases import Item, Numbers
 
 CASES: Mapping[str, Mapping[str, Item]] = {
@@ -32,8 +32,19 @@ COMPARED: Mapping[str, Callable[[Mapping[str, Numbers]], Mapping[str, Numbers]]]
 
 
 def record_of(case: str, folder: Path) -> Record:
-    """Return the kept record of a case."""
-    return Record(folder / f"gpu_case_{case}.json", resume=True)
+    """Return the kept record of a case.
+
+    Raises:
+        FileNotFoundError: If there is a page without its numbers, which the next page would lose.
+    """
+    path = folder / f"gpu_case_{case}.json"
+    page = path.with_suffix(".md")
+    if page.exists() and not path.exists():
+        raise FileNotFoundError(
+            f"{page} has no {path.name} beside it, so that a new page would lose its numbers. "
+            "Restore the file, or remove the page."
+        )
+    return Record(path, resume=True)
 
 
 def write(case: str, record: Record, header: Mapping[str, Any]) -> None:
@@ -63,7 +74,7 @@ def run_items(items: Mapping[str, Item], record: Record, deadline: float) -> int
             missing += 1
             continue
         try:
-            numbers = item.measure()
+            numbers = plain(item.measure())
         except Exception as error:  # one failing measurement must not cost the others
             traceback.print_exc()
             numbers = {"failed": f"{type(error).__name__}: {error}"}

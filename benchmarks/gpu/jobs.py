@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 from benchmarks.outcomes import Outcome
 
 HANG_S = 120.0
-"""Least time after which a job is taken to hang: first runs load kernels, and compile."""
+"""Least time after which a job without a time limit of its own is taken to hang: first runs load
+kernels, and compile."""
+_LONGER = 1.6
+"""Times its estimate, after which it is taken to hang."""
+_GRACE_S = 15.0
+"""Beyond a time limit of its own, in which a job reports it."""
+_TAKES_TURNS = "test_several_ranks.py"
+"""File of tests whose ranks share the GPU: beside each other they would run out of memory and of
+time."""
 TEST_S = 6.0
 """Estimate of a test where no test of the same file has run."""
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0}
@@ -25,11 +33,20 @@ class Job:
     """A test below its folder, with its parameters in brackets; or ``case/item``."""
     seconds: float
     """Measured when it last ran, or estimated."""
+    own_limit_s: float = 0.0
+    """Seconds after which it ends itself; 0: it has no limit."""
 
     @property
     def limit_s(self) -> float:
         """Seconds after which it is taken to hang."""
-        return max(HANG_S, 4 * self.seconds)
+        if self.own_limit_s:
+            return self.own_limit_s + _GRACE_S
+        return max(HANG_S, _LONGER * self.seconds)
+
+    @property
+    def takes_turns(self) -> bool:
+        """One such job runs at a time."""
+        return _file(self.name) == _TAKES_TURNS
 
 
 class Names(NamedTuple):
@@ -39,6 +56,8 @@ class Names(NamedTuple):
     """Name -> estimated seconds; 0: unknown."""
     broken: dict[str, str]
     """Files that cannot be imported, with their errors."""
+    limits_s: Mapping[str, float]
+    """Name -> seconds after which the job ends itself."""
 
 
 class Result(NamedTuple):
@@ -89,9 +108,7 @@ def passed_here(outcome: Outcome | None, header: Mapping[str, object]) -> bool:
     )
 
 
-def timed(
-    names: Sequence[str], estimates: Mapping[str, float], last: Mapping[str, Outcome]
-) -> list[Job]:
+def timed(names: Sequence[str], found: Names, last: Mapping[str, Outcome]) -> list[Job]:
     """Return jobs with measured seconds, given estimates, or the median of the same file."""
     measured: dict[str, list[float]] = {}
     for name, outcome in last.items():
@@ -99,10 +116,10 @@ def timed(
             measured.setdefault(_file(name), []).append(outcome.seconds)
 
     def seconds_of(name: str) -> float:
-        found = last[name].seconds if name in last else 0.0
-        return found or estimates[name] or statistics.median(measured.get(_file(name), [TEST_S]))
+        before = last[name].seconds if name in last else 0.0
+        return before or found.jobs[name] or statistics.median(measured.get(_file(name), [TEST_S]))
 
-    return [Job(name, seconds_of(name)) for name in names]
+    return [Job(name, seconds_of(name), found.limits_s.get(name, 0.0)) for name in names]
 
 
 def _file(name: str) -> str:

@@ -26,6 +26,14 @@ _STARTS = 3
 """Workers that may die or hang in a row before any of them has a job."""
 
 
+class NoWorkerError(RuntimeError):
+    """No worker can begin, while jobs are left."""
+
+    def __init__(self, text: str, left: list[Job]) -> None:
+        super().__init__(text)
+        self.left = left
+
+
 class Worker:
     """A process with a pipe, in a session of its own, so that its ranks end with it."""
 
@@ -92,7 +100,7 @@ class Pool:
             choose: Returns the jobs, in their order, from what a worker can run.
 
         Raises:
-            RuntimeError: If no worker can import the jobs.
+            NoWorkerError: If no worker can import the jobs.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("a") as log:
@@ -127,6 +135,10 @@ class _Run:
                     self._hear(worker)
                 elif time.monotonic() >= worker.deadline:
                     self._replace(worker, f"no result within {worker.limit_s:.0f} s")
+        return self._open()
+
+    def _open(self) -> list[Job]:
+        """Return the jobs that have not ended."""
         cut = [worker.job for worker in self.workers if worker.job is not None]
         return [*self.left, *cut, *(self.queue or [])]
 
@@ -144,6 +156,7 @@ class _Run:
             self._begin(message)
         elif worker.job is not None:
             self.pool.finish(worker.job, message)
+            worker.job = None
         job = self._next()
         if job is None:
             self._dismiss(worker)
@@ -157,8 +170,12 @@ class _Run:
             self._hire(min(self.pool.size, len(self.queue)) - 1)
 
     def _next(self) -> Job | None:
-        while self.queue:
-            job = self.queue.popleft()
+        queue = self.queue or deque()
+        turn_taken = any(worker.job and worker.job.takes_turns for worker in self.workers)
+        for job in list(queue):
+            if job.takes_turns and turn_taken:
+                continue  # the worker that has the turn goes on with it
+            queue.remove(job)
             if time.monotonic() + job.seconds <= self.pool.until:
                 return job
             self.left.append(job)
@@ -175,7 +192,10 @@ class _Run:
             self.pool.finish(worker.job, Result("failed", worker.elapsed_s, text))
         else:
             self.failed_starts += 1
-            if self.failed_starts == _STARTS:
-                raise RuntimeError(f"{_STARTS} workers did not begin: {text}")
-        if self.queue is None or self.queue:
+        if self.queue is not None and not self.queue:
+            return
+        if self.failed_starts < _STARTS:
             self._hire(1)
+        elif not self.workers:
+            text = f"{self.failed_starts} workers did not begin: {text}"
+            raise NoWorkerError(text, self._open())

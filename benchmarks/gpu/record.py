@@ -1,4 +1,4 @@
-"""What runs on a GPU leave behind: a file of measured items, and a file of a budgeted run."""
+"""Records of runs on a GPU: a file of measured items, and a file of a budgeted run."""
 
 from __future__ import annotations
 
@@ -63,6 +63,8 @@ class RunRecord:
         self.tests: dict[str, Outcome] = {}
         self.cases: dict[str, Any] = {}
         self.failures: dict[str, str] = {}
+        self.bundles = "none"
+        """Those that were unpacked, or why there are none."""
         self.probe: Mapping[str, Any] = {}
         for each in earlier:
             kept = read_record(each)
@@ -103,8 +105,8 @@ class RunRecord:
             for name, each in sorted(self.tests.items())
         }
         replace(self.path, {
-            "header": self.header, "probe": self.probe, "tests": tests, "cases": self.cases,
-            "failures": self.failures,
+            "header": self.header, "bundles": self.bundles, "probe": self.probe, "tests": tests,
+            "cases": self.cases, "failures": self.failures,
         })  # fmt: skip
 
 
@@ -120,8 +122,14 @@ def replace(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON beside ``path``, and rename it: a cut leaves the file before or after."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".part")
-    written.write_text(json.dumps(content, indent=1) + "\n")
+    written.write_text(json.dumps(content, indent=1, default=str) + "\n")
     written.replace(path)
+
+
+def plain(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return numbers as a JSON file holds them; other values become texts."""
+    found: dict[str, Any] = json.loads(json.dumps(numbers, default=str))
+    return found
 
 
 def summary(numbers: Any) -> Any:

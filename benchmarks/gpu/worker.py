@@ -51,7 +51,8 @@ class _Told:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Run what the pipe names."""
         items = {self._name(item.nodeid): item for item in session.items}
-        self.pipe.send(Names(dict.fromkeys(items, 0.0), self.broken))
+        limits_s = {name: limit for name, item in items.items() if (limit := _limit_s(item))}
+        self.pipe.send(Names(dict.fromkeys(items, 0.0), self.broken, limits_s))
         while (name := _next(self.pipe)) is not None:
             self.reports.clear()
             # The next test is unknown, so that no fixture outlives a test.
@@ -62,6 +63,16 @@ class _Told:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect the phases of the test that runs."""
         self.reports.append(report)
+
+
+def _limit_s(item: pytest.Item) -> float:
+    """Return the seconds after which pytest-timeout ends a test; 0: never."""
+    marker = item.get_closest_marker("timeout")
+    if marker is not None:
+        return float(marker.args[0] if marker.args else marker.kwargs.get("timeout") or 0)
+    if not item.config.pluginmanager.has_plugin("timeout"):
+        return 0.0
+    return float(item.config.getini("timeout") or 0)
 
 
 def _result(reports: list[pytest.TestReport]) -> Result:
@@ -87,12 +98,13 @@ def _next(pipe: Connection) -> str | None:
 def measure_cases(pipe: Connection) -> None:
     """Measure the items that the pipe names, until it ends."""
     from benchmarks.gpu.cases import ITEMS
+    from benchmarks.gpu.record import plain
 
-    pipe.send(Names({name: item.seconds for name, item in ITEMS.items()}, {}))
+    pipe.send(Names({name: item.seconds for name, item in ITEMS.items()}, {}, {}))
     while (name := _next(pipe)) is not None:
         begin, text = time.perf_counter(), ""
         try:
-            numbers = ITEMS[name].measure()
+            numbers = plain(ITEMS[name].measure())
         except Exception as error:  # one failing measurement must not cost the others
             text = traceback.format_exc()
             numbers = {"failed": f"{type(error).__name__}: {error}"}

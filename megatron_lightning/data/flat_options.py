@@ -9,8 +9,6 @@ import typing
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import docstring_parser
-
 P = ParamSpec("P")
 OptionsT = TypeVar("OptionsT")
 SelfT = TypeVar("SelfT")
@@ -48,6 +46,10 @@ def takes(
 
 def _description(options: Any) -> str:
     """Return the section ``Args`` of a dataclass and its base classes."""
+    try:
+        import docstring_parser
+    except ImportError:  # only the command line shows it, which needs the package itself
+        return "Make the object of its options."
     texts: dict[str, str | None] = {}
     for kind in reversed(options.__mro__):
         for param in docstring_parser.parse(

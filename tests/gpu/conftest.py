@@ -1,5 +1,6 @@
-"""What a run of the tests on a GPU says: its GPU in the report, for ``benchmarks.gpu_tests``, and
-failures at once, since the run may be cut off."""
+"""Reports of tests on a GPU: they name it for ``benchmarks.gpu_tests``, and failures come at once,
+since a run may be cut off.
+"""
 
 from __future__ import annotations
 

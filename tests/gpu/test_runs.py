@@ -25,9 +25,9 @@ from tests.gpu.against_cpu import (
     train,
 )
 from tests.helpers import hf_models
+from tests.helpers.blends import blended_data, blended_module, write_blends
 from tests.helpers.layouts import tiny_config, token_rows
 from tests.helpers.toy import ToyData
-from tests.lightning.data.test_blended_data import _data, _module, _write
 from tests.lightning.modules.test_masked_module import data_of, folder, module_of
 from tests.lightning.resume.test_rerun import _Again, _Drawing
 
@@ -72,8 +72,10 @@ def test_mamba_of_transformers() -> None:
 
 def test_blended_data(tmp_path: Path) -> None:
     """Batches come from pinned memory."""
-    _write(tmp_path)
-    run = assert_equals_cpu(_module, None, lambda: _data(str(tmp_path)), val_check_interval=3)
+    write_blends(tmp_path)
+    run = assert_equals_cpu(
+        blended_module, None, lambda: blended_data(str(tmp_path)), val_check_interval=3
+    )
     assert {"val_loss/code", "val_loss/web"} <= run.logged.keys()
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import struct
+import json
 import time
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,10 @@ import torch
 
 from benchmarks import gpu_tests, machine
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import budget, bundles, fatbins, jobs, pool, probe
+from benchmarks.gpu import budget, bundles, jobs, pool, probe, worker
 from benchmarks.gpu.budget import Kept, Workers, spend
-from benchmarks.gpu.jobs import Job, order, passed_here, timed
+from benchmarks.gpu.cases import record_of
+from benchmarks.gpu.jobs import Job, Names, Result, order, passed_here, timed
 from benchmarks.gpu.record import RunRecord
 from benchmarks.gpu_tests import Outcome
 from megatron_lightning.cards.header import read_record
@@ -64,7 +64,9 @@ def _workers(folder: Path, source: str, **values: Any) -> Workers:
     (tests / "test_fakes.py").write_text(source.format(folder=folder, **values))
     (tests / "test_broken.py").write_text("import no_such_module")
     (cases / "test_case.py").write_text("def test_speed(): pass")
-    return Workers(("tests", str(tests), "fake"), ("tests", str(cases), "not fake"), num_tests=2)
+    return Workers(
+        ("tests", str(tests), "fake"), ("tests", str(cases), "not fake"), 2, PLAIN, PLAIN
+    )
 
 
 @pytest.mark.timeout(300)
@@ -77,7 +79,7 @@ def test_a_run_survives_a_hang_and_a_crash_and_goes_on_after_a_cut(
     monkeypatch.setattr(budget, "CASES_PART", 0.0)  # no case fits before the tests
     first = RunRecord(tmp_path / "first.json", header)
     workers = _workers(tmp_path, FAKES, hangs=True)
-    assert spend(first, KEPT, time.monotonic() + 100, PLAIN, workers) == 4
+    assert spend(first, KEPT, time.monotonic() + 100, workers) == 4
     record = read_record(first.path)
     found = {name: each["outcome"] for name, each in record["tests"].items()}
     assert found == {
@@ -108,7 +110,7 @@ def test_a_run_survives_a_hang_and_a_crash_and_goes_on_after_a_cut(
     retried = {"test_fakes.py::test_dies", "test_fakes.py::test_hangs[1]"}
     monkeypatch.setattr(jobs, "HANG_S", 300.0)
     monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=cut))
-    assert spend(second, KEPT, time.monotonic() + 100, PLAIN, workers) >= 2
+    assert spend(second, KEPT, time.monotonic() + 100, workers) >= 2
     assert "test_slow: left for the next run" in capfd.readouterr().out
     assert passed(second) == {*retried, "test_fakes.py::test_passes"}
     assert (tmp_path / "ran").read_text() == "x"  # passed before
@@ -134,9 +136,11 @@ def test_jobs_are_ordered_by_worth_and_timed() -> None:
     names = [*reversed(last), "a.py::never"]
     ordered = ["b.py::skipped", "a.py::never", "b.py::bad", "a.py::old", "a.py::new"]
     assert order(names, last) == ordered
-    estimates = dict.fromkeys(ordered, 0.0) | {"b.py::bad": 50.0}
-    assert [job.seconds for job in timed(ordered, estimates, last)] == [6.0, 6.0, 50.0, 4.0, 8.0]
-    assert (Job("x", 1.0).limit_s, Job("x", 100.0).limit_s) == (120.0, 400.0)
+    found = Names(dict.fromkeys(ordered, 0.0) | {"b.py::bad": 50.0}, {}, {"a.py::new": 300.0})
+    jobs_of = timed(ordered, found, last)
+    assert [job.seconds for job in jobs_of] == [6.0, 6.0, 50.0, 4.0, 8.0]
+    assert [job.limit_s for job in jobs_of] == [120.0, 120.0, 120.0, 120.0, 315.0]
+    assert Job("x", 100.0).limit_s == 160.0
     assert [jobs.seconds(text) for text in ("8m", "450s", "90", "1.5m")] == [480, 450, 90, 90]
     with pytest.raises(ValueError, match=r"'8h' is no positive time. Set one such as 8m"):
         jobs.seconds("8h")
@@ -150,11 +154,122 @@ def test_workers_that_cannot_begin_are_reported(
 ) -> None:
     monkeypatch.setattr(pool.sys, "executable", "false")
     record = RunRecord(tmp_path / "r.json", machine.describe("x"))
-    assert spend(record, KEPT, time.monotonic() + 100, {}) == 2
+    assert spend(record, KEPT, time.monotonic() + 100) == 2
     assert "3 workers did not begin: the worker died; its exit code is 1" in capsys.readouterr().out
     found = probe.two_ranks_a_device({})
     assert found.env == {probe.CHOICE: "gloo"}
     assert all("exit codes [" in each["stopped by"] for each in found.said.values())
+
+
+class _Started:
+    """Stands in for a worker: its pipe says nothing, and its jobs never end."""
+
+    def __init__(self, *_: object) -> None:
+        self.job: Job | None = None
+        self.messages: list[Any] = []
+        self.pipe = SimpleNamespace(recv=lambda: self.messages.pop(0))
+        self.elapsed_s = 1.0
+
+    def start(self, job: Job) -> None:
+        self.job = job
+
+    def kill(self, patience_s: float = 0.0) -> int:
+        return 1
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, jobs_: list[Job], size: int) -> Any:
+    """Return the loop of a pool, whose first worker has said which jobs there are."""
+    monkeypatch.setattr(pool, "Worker", _Started)
+    ended: list[Job] = []
+    deadline = time.monotonic() + 1000
+    finish = lambda job, result: ended.append(job)  # noqa: E731
+    kind = pool.Pool((), size, finish, deadline, deadline, Path("log"), {})
+    run: Any = pool._Run(kind, lambda names: jobs_, None)  # type: ignore[arg-type]
+    run._hire(1)
+    _says(run, run.workers[0], Names({}, {}, {}))
+    return run
+
+
+def _says(run: Any, worker: Any, message: Any) -> None:
+    worker.messages.append(message)
+    run._hear(worker)
+
+
+def test_tests_whose_ranks_share_the_gpu_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = [Job(f"test_several_ranks.py::test_{n}", 1.0) for n in range(3)]
+    others = [Job(f"test_cuda.py::test_{n}", 1.0) for n in range(2)]
+    run = _run(monkeypatch, [*shared, *others], size=3)
+    first, second, third = run.workers
+    for each in (second, third):
+        _says(run, each, Names({}, {}, {}))
+    assert [worker.job for worker in run.workers] == [shared[0], *others]
+    _says(run, second, Result("passed", 1.0))
+    assert run.workers == [first, third]  # only the one with the turn has work
+    _says(run, first, Result("passed", 1.0))
+    assert first.job == shared[1]
+
+
+def test_jobs_are_left_when_no_worker_can_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = [Job(name, 1.0) for name in "abcdef"]
+    run = _run(monkeypatch, waiting, size=2)
+    running, starting = run.workers
+    for _ in range(3):
+        run._replace(starting, "the worker died")
+        starting = run.workers[-1]
+    assert run.workers == [running] and running.job == waiting[0]
+    _says(run, running, Result("passed", 1.0))  # the others do not cost it its work
+    with pytest.raises(pool.NoWorkerError, match="3 workers did not begin") as caught:
+        run._replace(running, "the worker died")
+    assert caught.value.left == waiting[2:]
+
+
+def test_an_odd_result_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = RunRecord(tmp_path / "r.json", machine.describe("x"))
+    run = budget._Spending(record, KEPT)
+    run.finish_case(Job("step/odd", 1.0), Result("passed", 1.0, "", {(1, 2): 3.0}))
+    run.finish_case(Job("step/tensor", 1.0), Result("passed", 1.0, "", {"loss": torch.ones(())}))
+    run.finish_test(Job("test_cuda.py::test_a", 1.0), Result("passed", 1.0))
+    kept = json.loads(record.path.read_text())
+    assert "cannot be recorded: TypeError" in kept["failures"]["step/odd"]
+    assert kept["cases"]["step/tensor"]["numbers"] == {"loss": "tensor(1.)"}
+    assert "test_cuda.py::test_a" in kept["tests"] and run.num_failed == 1
+    assert "failed: step/odd" in capsys.readouterr().out
+
+
+def test_cases_are_cut_soon_after_their_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[pool.Pool] = []
+    monkeypatch.setattr(
+        budget._Spending, "through", lambda run, kind, choose: pools.append(kind) or []
+    )
+    now = time.monotonic()
+    spend(RunRecord(tmp_path / "r.json", machine.describe("x")), KEPT, now + 400)
+    cases, tests = pools
+    assert 200 <= cases.until - now < 201 and cases.deadline == cases.until + 30
+    assert tests.until == tests.deadline == now + 400
+
+
+def test_a_worker_knows_the_time_limits_of_tests(request: pytest.FixtureRequest) -> None:
+    def limit_s(*marks: pytest.MarkDecorator) -> float:
+        marker = marks[0].mark if marks else None
+        config = request.config
+        item: Any = SimpleNamespace(get_closest_marker=lambda name: marker, config=config)
+        return worker._limit_s(item)
+
+    assert limit_s() == float(request.config.getini("timeout"))
+    assert limit_s(pytest.mark.timeout(300)) == 300.0
+    assert limit_s(pytest.mark.timeout(timeout=7)) == 7.0
+
+
+def test_a_page_is_not_made_without_its_numbers(tmp_path: Path) -> None:
+    (tmp_path / "gpu_case_step.md").write_text("# GPU benchmarks")
+    with pytest.raises(FileNotFoundError, match=r"has no gpu_case_step.json beside it"):
+        record_of("step", tmp_path)
+    for page in machine.RESULTS.glob("gpu_case_*.md"):
+        assert record_of(page.stem.removeprefix("gpu_case_"), machine.RESULTS).entries
 
 
 def _exchange() -> list[str]:
@@ -174,7 +289,6 @@ def test_the_command_checks_its_options_and_probes_before_it_runs(
     for wrong, text in (
         (["--budget", "now"], "'now' is no positive time"),
         (["--continue", str(tmp_path / "none")], "there is no file"),
-        (["--bundles", str(tmp_path)], "has none. Run benchmarks.gpu.bundles"),
         (["--case", "sleep"], "there is no case 'sleep'"),
     ):
         with pytest.raises(SystemExit, match="2"):
@@ -182,8 +296,9 @@ def test_the_command_checks_its_options_and_probes_before_it_runs(
         assert text in capsys.readouterr().err
     seen: dict[str, Any] = {}
 
-    def spend(record: RunRecord, kept: Kept, deadline: float, env: dict[str, str]) -> int:
-        seen.update(env=env, path=record.path, left=deadline - time.monotonic())
+    def spend(record: RunRecord, kept: Kept, deadline: float, workers: Workers) -> int:
+        seen.update(workers=workers, record=json.loads(record.path.read_text()))
+        seen.update(path=record.path, left=deadline - time.monotonic())
         return 0
 
     found = probe.Found({probe.CHOICE: "nccl"}, {"as NCCL chooses": {"works": []}})
@@ -191,76 +306,22 @@ def test_the_command_checks_its_options_and_probes_before_it_runs(
     monkeypatch.setattr(command, "spend", spend)
     record = tmp_path / "record.json"
     assert command.main(["--budget", "8m", "--record", str(record)]) == 0
-    assert seen["env"] == found.env and seen["path"] == record and 470 < seen["left"] <= 480
+    assert seen["path"] == record and 470 < seen["left"] <= 480
+    assert seen["workers"] == Workers(tests_env=found.env)
+    assert seen["record"]["probe"] == found.said
 
+    # Bundles that are missing or broken do not end the run.
+    for packed in (tmp_path / "none", tmp_path / "broken"):
+        assert command.main(["--record", str(record), "--bundles", str(packed)]) == 0
+        packed.parent.joinpath("broken").mkdir(exist_ok=True)
+        (tmp_path / "broken" / "nccl.tar.xz").write_bytes(b"cut")
+        assert seen["workers"] == Workers(tests_env=found.env)
+        assert seen["record"]["bundles"].startswith("none: ")
+        assert f"bundles: {seen['record']['bundles']}" in capsys.readouterr().out
 
-def _library(path: Path, sections: dict[str, bytes]) -> None:
-    """Write an ELF file with sections."""
-    sections = {**sections, ".shstrtab": b"\0".join([b"", *map(str.encode, sections), b""])}
-    sections[".shstrtab"] += b".shstrtab\0"
-    names, body, headers = sections[".shstrtab"], bytearray(64), bytearray()
-    for name, content in sections.items():
-        offset = names.index(b"\0" + name.encode() + b"\0") + 1
-        headers += struct.pack("<IIQQQQ", offset, 1, 0, 0, len(body), len(content)) + bytes(24)
-        body += content
-    body[:6] = b"\x7fELF\x02\x01"
-    struct.pack_into("<Q", body, 0x28, len(body))
-    struct.pack_into("<HHH", body, 0x3A, 64, len(sections), len(sections) - 1)
-    path.write_bytes(body + headers)
-
-
-def _container(*codes: tuple[int, bytes]) -> bytes:
-    entries = b"".join(
-        struct.pack("<HHIQ", 2, 1, 64, len(code)) + bytes(12) + struct.pack("<I", arch) + bytes(32)
-        + code
-        for arch, code in codes
-    )  # fmt: skip
-    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
-
-
-def test_gpu_code_of_other_architectures_is_blanked(tmp_path: Path) -> None:
-    path = tmp_path / "lib.so"
-    sections = {
-        ".nv_fatbin": _container((90, b"A" * 8), (80, b"B" * 8)) + bytes(8)
-        + _container((100, b"C" * 8)),
-        "__nv_relfatbin": _container((90, b"D" * 8)),
-        ".debug_info": b"E" * 8,
-        ".text": b"F" * 8,
-    }  # fmt: skip
-    _library(path, sections)
-    expected = path.read_bytes()
-    for letter in (b"B", b"C", b"D", b"E"):
-        expected = expected.replace(8 * letter, bytes(8))
-    assert fatbins.prune(path, {90}) == fatbins.Counts(kept=8, blanked=24, debug=8)
-    assert path.read_bytes() == expected
-    with pytest.raises(ValueError, match=r"has no GPU code for sm_120. Keep another"):
-        fatbins.prune(path, {120})
-
-
-def test_bundles_are_packed_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(arguments: list[str], folder: Path) -> None:
-        name = next(each for each in arguments if "==" in each).partition("==")[0]
-        library = folder / "lib.so"
-        _library(library, {".nv_fatbin": _container((90, b"A"), (80, b"B"))})
-        inner = "nvidia/nccl/lib/libnccl.so.2" if "nccl" in name else f"{name}/lib.so"
-        with zipfile.ZipFile(folder / f"{name}.whl", "w") as wheel:
-            wheel.write(library, inner)
-            wheel.writestr("transformer_engine/jax/big.py", "unused")
-        library.unlink()
-
-    extension = tmp_path / "extension.so"
-    extension.write_bytes(b"compiled")
-    monkeypatch.setattr(bundles, "download", download)
-    sizes = bundles.build(tmp_path / "packed", extension)
-    assert set(sizes) == {"nccl", "transformer_engine"} and all(sizes.values())
-    monkeypatch.setenv("PYTHONPATH", "/before")
-    env = bundles.unpack(tmp_path / "packed", tmp_path / "unpacked")
-    assert Path(env["LD_PRELOAD"].split(":")[0]).is_file()
-    engine = Path(env["PYTHONPATH"].removesuffix(":/before"))
-    assert next(engine.glob("transformer_engine_torch*.so")).read_bytes() == b"compiled"
-    assert not [*engine.rglob("jax")]
-    monkeypatch.setattr(bundles, "LIMIT_BYTES", 10)
-    with pytest.raises(ValueError, match=r"the bundles have \d+ bytes, more than 10"):
-        bundles.build(tmp_path / "packed", None)
-    with pytest.raises(FileNotFoundError, match=r"has no bundles. Run python -m benchmarks.gpu"):
-        bundles.unpack(tmp_path / "none", tmp_path)
+    # Speeds are measured without the settings of ranks that share a GPU.
+    env = {bundles.PRELOAD: "libnccl.so.2", "PYTHONPATH": "packages"}
+    monkeypatch.setattr(bundles, "unpack", lambda packed, folder: env)
+    assert command.main(["--record", str(record), "--bundles", str(tmp_path)]) == 0
+    assert seen["workers"].tests_env == {**env, **found.env}
+    assert seen["workers"].cases_env == {"PYTHONPATH": "packages"}

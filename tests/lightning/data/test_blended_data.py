@@ -17,51 +17,19 @@ import torch
 import yaml
 
 from megatron_lightning.cli import main
-from megatron_lightning.data import BatchSizeSchedule, IndexedDataset, IndexedDatasetWriter
+from megatron_lightning.data import BatchSizeSchedule, IndexedDataset
 from megatron_lightning.errors import CheckpointError, DataError
-from megatron_lightning.modules import GPTLightningModule, PretrainDataModule
+from megatron_lightning.modules import PretrainDataModule
 from megatron_lightning.strategies import MegatronStrategy
-from tests.helpers.layouts import tiny_config
+from tests.helpers.blends import SEQUENCE, blended_data, blended_module, write_blends
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import trainer
-
-VOCABULARY, SEQUENCE = 50, 16
-
-
-def _write(folder: Path) -> None:
-    random = np.random.default_rng(0)
-    for name, begin, count in (("a", 1, 40), ("b", 20, 15), ("c", 1, 9), ("d", 30, 30)):
-        with IndexedDatasetWriter(str(folder / name), np.dtype(np.uint16)) as writer:
-            for _ in range(count):
-                tokens = random.integers(begin, begin + 20, int(random.integers(5, 60)))
-                lengths = np.array([len(tokens)], np.int32)
-                writer.add_documents(tokens, lengths, np.ones(1, np.int64))
-            writer.finish()
-
-
-def _data(
-    folder: str, replicas: int = 1, weights: Any = (0.3, 0.7), **options: Any
-) -> PretrainDataModule:
-    prefix: Any = {
-        "train": [[weights[0], f"{folder}/a"], [weights[1], f"{folder}/b"]],
-        "validation": {"code": f"{folder}/c", "web": [f"{folder}/d"]},
-    }
-    settings = {
-        "batch_size": 8 // replicas, "num_train_samples": 64, "cache_dir": f"{folder}/cache",
-        **options,
-    }  # fmt: skip
-    return PretrainDataModule(prefix, SEQUENCE, **settings)
-
-
-def _module() -> GPTLightningModule:
-    config = tiny_config(vocab_size=VOCABULARY)
-    return GPTLightningModule(config, learning_rate=1e-3)
 
 
 def _validate(folder: str, options: dict[str, Any] | None, replicas: int) -> dict[str, float]:
     strategy: Any = "auto" if options is None else MegatronStrategy(**options)
     run = trainer(strategy)
-    run.validate(_module(), datamodule=_data(folder, replicas), verbose=False)
+    run.validate(blended_module(), datamodule=blended_data(folder, replicas), verbose=False)
     return {name: float(value) for name, value in run.callback_metrics.items()}
 
 
@@ -72,7 +40,7 @@ def _validate_all(folder: str, cases: list[Any]) -> list[dict[str, float]]:
 @pytest.mark.timeout(200)
 def test_a_loss_for_each_validation_set(tmp_path: Path) -> None:
     """On every layout that of plain Lightning, and of each set alone; fp32: 1e-5."""
-    _write(tmp_path)
+    write_blends(tmp_path)
     (plain,) = run_ranks(1, _validate_all, str(tmp_path), [(None, 1)])
     metrics = plain[0]
     assert metrics.keys() == {"val_loss", "val_loss/code", "val_loss/web"}
@@ -84,7 +52,7 @@ def test_a_loss_for_each_validation_set(tmp_path: Path) -> None:
             cache_dir=str(tmp_path / "cache"),
         )  # fmt: skip
         run = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
-        run.validate(_module(), datamodule=data, verbose=False)
+        run.validate(blended_module(), datamodule=data, verbose=False)
         alone[name] = float(run.callback_metrics["val_loss"])
         sizes[name] = len(data._datasets["valid"])
         assert metrics[f"val_loss/{name}"] == pytest.approx(alone[name], rel=1e-5)
@@ -122,8 +90,8 @@ def _fit(
     )
     checkpoint = f"{folder}/mid.ckpt"
     saves = options.pop("saves", not resume)
-    data = _data(folder, replicas, **options)
-    run.fit(_module(), datamodule=data, ckpt_path=checkpoint if resume else None)
+    data = blended_data(folder, replicas, **options)
+    run.fit(blended_module(), datamodule=data, ckpt_path=checkpoint if resume else None)
     if saves:
         run.save_checkpoint(checkpoint)
     return seen.batches
@@ -131,7 +99,7 @@ def _fit(
 
 @pytest.mark.timeout(200)
 def test_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
-    _write(tmp_path)
+    write_blends(tmp_path)
     folder = str(tmp_path)
     (whole,) = run_ranks(1, _fit, folder, 1, 7, False, {})
     halves = run_ranks(2, _fit, folder, 2, 3, False, {})
@@ -156,7 +124,7 @@ def _fit_on_nodes(folder: str, urls: str, steps: int, resume: bool) -> list[list
     data = PretrainDataModule({"train": pairs}, SEQUENCE, 4, num_train_samples=64, cache_dir=cache)
     seen = Seen()
     run = trainer(MegatronStrategy(), max_steps=steps, callbacks=[seen], max_epochs=-1)
-    run.fit(_module(), datamodule=data, ckpt_path=f"{folder}/mid.ckpt" if resume else None)
+    run.fit(blended_module(), datamodule=data, ckpt_path=f"{folder}/mid.ckpt" if resume else None)
     run.save_checkpoint(f"{folder}/mid.ckpt")
     return seen.batches
 
@@ -165,7 +133,7 @@ def test_every_node_has_a_cache_of_its_own(tmp_path: Path) -> None:
     """Without a shared file system: sample indices and blocks of a store, once a node. A resume
     finds other nodes, with nothing in their caches.
     """
-    _write(tmp_path)
+    write_blends(tmp_path)
     (whole,) = run_ranks(1, _fit, str(tmp_path), 1, 6, False, {})
     folder, urls = str(tmp_path), f"local://{tmp_path}"  # a URL that all processes read
     first = run_ranks(2, _fit_on_nodes, folder, urls, 3, False)
@@ -189,8 +157,8 @@ def _read(folder: str, case: dict[str, Any], steps: int, begin: str, end: str) -
         max_steps=steps, callbacks=[seen, losses], limit_val_batches=2, val_check_interval=2,
         max_epochs=-1, check_val_every_n_epoch=None,
     )  # fmt: skip
-    data = _data(folder, case["replicas"], **case["options"])
-    run.fit(_module(), datamodule=data, ckpt_path=f"{folder}/{begin}" if begin else None)
+    data = blended_data(folder, case["replicas"], **case["options"])
+    run.fit(blended_module(), datamodule=data, ckpt_path=f"{folder}/{begin}" if begin else None)
     run.save_checkpoint(f"{folder}/{end}")
     return [seen.batches, losses.values]
 
@@ -222,7 +190,7 @@ def test_a_reading_thread_changes_nothing(tmp_path: Path) -> None:
     """Samples and losses of a run that resumes, also of a loader without a length, on which the
     ranks agree batch by batch.
     """
-    _write(tmp_path)
+    write_blends(tmp_path)
     ramp = BatchSizeSchedule(global_batch_size=8, rampup_batch_size=(4, 4, 8))
     cases: list[dict[str, Any]] = [
         {"layout": {"tensor_model_parallel_size": 2}, "replicas": 1, "options": {}},
@@ -236,7 +204,7 @@ def test_a_reading_thread_changes_nothing(tmp_path: Path) -> None:
 
 def test_changed_data_go_on_where_they_were_left(tmp_path: Path) -> None:
     """a and b stay, a with another weight; d is new."""
-    _write(tmp_path)
+    write_blends(tmp_path)
     folder = str(tmp_path)
     before = _opened(folder, ("a", "b"), (0.3, 0.7), 25)
     state = before.state_dict()
@@ -297,7 +265,7 @@ def test_changed_data_go_on_where_they_were_left(tmp_path: Path) -> None:
 
 
 def test_changed_data_begin_again(tmp_path: Path) -> None:
-    _write(tmp_path)
+    write_blends(tmp_path)
     state = _opened(str(tmp_path), ("a", "b"), (0.3, 0.7), 25).state_dict()
     after = _opened(str(tmp_path), ("b",), (1.0,), 0, on_changed_data="restart")
     with pytest.warns(UserWarning, match="all data sets begin again") as warned:
@@ -335,7 +303,7 @@ def _opened(
 def test_the_index_is_built_before_the_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _write(tmp_path)
+    write_blends(tmp_path)
     (tmp_path / "blend.yaml").write_text(f"train: [[0.3, {tmp_path}/a], [0.7, {tmp_path}/b]]\n")
     data = {
         "class_path": "PretrainDataModule",
