@@ -17,13 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_lightning.assembly.state.full_state import CollectedTensors
 from megatron_lightning.callbacks.dumps.files import save_dump
-from megatron_lightning.callbacks.dumps.parameters import (
-    context_of,
-    gradients_of,
-    run_of,
-    specs_of,
-    weights_of,
-)
+from megatron_lightning.callbacks.dumps.parameters import gradients_of, weights_of
 from megatron_lightning.callbacks.dumps.placement import Features, Placement
 from megatron_lightning.callbacks.dumps.recorder import Recorder
 from megatron_lightning.errors import ConfigError
@@ -32,6 +26,7 @@ from megatron_lightning.optional import require
 from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.shards.spec import ShardSpec
 from megatron_lightning.parallel.shards.tensor_shards import TensorShards
+from megatron_lightning.strategies.trainer_ranks import context_of, run_of, specs_of
 
 Kind = Literal["inputs", "outputs", "gradients", "weights"]
 
@@ -151,7 +146,7 @@ class DumpTensors(pl.Callback):
     def _write(self, recorder: Recorder, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Collect the tensors on the first rank, and write them. All ranks call this."""
         recorder.close()
-        context = context_of(trainer)
+        context = context_of(trainer, "DumpTensors")
         unplaced = self._place(recorder, trainer, module, context)
         collected = CollectedTensors(context, self._found, sorted(unplaced))
         left_out = sorted({name for names in collected.notes for name in names})
@@ -224,7 +219,7 @@ def _placement(
     trainer: pl.Trainer, module: pl.LightningModule, batch: Any, num_calls: int
 ) -> Placement:
     """Describe the rank's part of a batch, of which a module has seen ``num_calls`` equal parts."""
-    run, context = run_of(trainer), context_of(trainer)
+    run, context = run_of(trainer), context_of(trainer, "DumpTensors")
     tensors = [value for value in tree_leaves(batch) if isinstance(value, Tensor) and value.dim()]
     rows = len(tensors[0]) if tensors else 0
     plans = () if run is None else run.part.plans.applied.values()

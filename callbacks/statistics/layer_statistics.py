@@ -10,12 +10,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from megatron_lightning.assembly.compile import is_compiled
 from megatron_lightning.bridge.pruning.statistics import Statistics
-from megatron_lightning.callbacks.dumps.parameters import context_of, run_of, specs_of
 from megatron_lightning.callbacks.statistics.sums import Division, LayerSums
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.step_report import is_recording
 from megatron_lightning.parallel.shards.other_stages import present_modules
+from megatron_lightning.strategies.trainer_ranks import context_of, run_of, specs_of
 
 _BLOCK = re.compile(r"(|.+\.)decoder\.layers\.\d+")
 
@@ -31,7 +32,7 @@ class LayerStatistics(pl.Callback):
         path: The file of safetensors to write.
 
     Raises:
-        ConfigError: If there is no ``GPTModel``, or experts are divided.
+        ConfigError: If there is no ``GPTModel``, blocks are compiled, or experts are divided.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -53,7 +54,13 @@ class LayerStatistics(pl.Callback):
                 "names statistics have. Load the folder as one: --model=GPTLightningModule "
                 "--model.init_from_hf=FOLDER."
             )
-        context, run = context_of(trainer), run_of(trainer)
+        compiled = any(is_compiled(child) for block in blocks.values() for child in block.modules())
+        if trainer.strategy.reduce_boolean_decision(compiled, all=False):
+            raise ConfigError(
+                "LayerStatistics reads the inputs of layers inside of blocks, and the blocks are "
+                "compiled to graphs without those. Leave compile out of the strategy here."
+            )
+        context, run = context_of(trainer, "LayerStatistics"), run_of(trainer)
         prefix = next((m.group(1) for m, _ in matches.values() if m is not None), "")
         divides = run is not None and run.part.shards_sequence
         division = Division(context.tp, divides, specs_of(trainer))
@@ -67,7 +74,9 @@ class LayerStatistics(pl.Callback):
         sums.close()
         parts = [sums.entries]
         if trainer.world_size > 1:
-            parts = context_of(trainer).axis("world").all_gather_object(sums.entries)
+            parts = (
+                context_of(trainer, "LayerStatistics").axis("world").all_gather_object(sums.entries)
+            )
         if trainer.is_global_zero:
             Statistics.summed(parts, self.path).save(self.path)
 

@@ -7,7 +7,7 @@ an expert is the sum of the squares of its outputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from megatron_lightning.bridge.pruning.sizes import Sizes, with_width
 from megatron_lightning.bridge.pruning.statistics import Statistics
 from megatron_lightning.bridge.tensors.lazy import Lazy
 from megatron_lightning.config import TransformerConfig
-from megatron_lightning.models.blueprint import LAYER, saved_tensors
+from megatron_lightning.models.blueprint import LAYER, layer_weights, saved_tensors
 from megatron_lightning.parallel.shards.spec import Shape
 
 
@@ -47,6 +47,7 @@ class Choice:
     Args:
         config: The model.
         sizes: The widths to keep.
+        layers: Kept layers.
         parameters: Name in the model -> tensor.
         statistics: Importance of the units.
     """
@@ -55,10 +56,12 @@ class Choice:
         self,
         config: TransformerConfig,
         sizes: Sizes,
+        layers: Iterable[int],
         parameters: Mapping[str, Lazy],
         statistics: Statistics,
     ) -> None:
-        self._config, self._parameters, self._statistics = config, parameters, statistics
+        self._config, self._layers = config, tuple(layers)
+        self._parameters, self._statistics = parameters, statistics
         self._shapes: Mapping[str, Shape] = dict(saved_tensors(config))
         self._smaller: dict[str, Mapping[str, Shape]] = {}
         for name, size in sizes.widths.items():
@@ -117,10 +120,16 @@ class Choice:
         if width == "num_attention_heads":
             added = self._added(statistics, f"{layer}.self_attention.linear_proj")
             return added.view(config.num_attention_heads, -1).sum(1)
-        ends = (".linear_qkv.weight", ".mlp.linear_fc1.weight")
-        names = [name for name in self._shapes if name.startswith(LAYER) and name.endswith(ends)]
-        each = [self._added(statistics, name.removesuffix(".weight")) for name in names]
-        return torch.stack(each).sum(0)
+        return torch.stack([self._added(statistics, path) for path in self._readers()]).sum(0)
+
+    def _readers(self) -> Iterator[str]:
+        """Yield the linear layers of the kept layers whose inputs are the residual stream."""
+        smaller = self._smaller["hidden_size"]
+        for layer in self._layers:
+            for weight in layer_weights(self._config, layer):
+                inside = weight.inside(f"{LAYER}{layer}")
+                if weight.kind == "matrix" and smaller[inside.path][-1] < weight.shape[-1]:
+                    yield inside.module
 
     def _added(self, statistics: Statistics, path: str) -> Tensor:
         """Return for each input of a linear layer what it adds to the output, squared and summed

@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron_lightning.bridge.auto import AutoBridge
-from megatron_lightning.bridge.family_rules.family import Family, missing_fields, to_config
+from megatron_lightning.bridge.family_rules.family import (
+    Family,
+    UnwritableError,
+    missing_fields,
+    to_config,
+)
 from megatron_lightning.bridge.family_rules.settings import Values, differing, flat
 from megatron_lightning.bridge.folder_model import Plan
 from megatron_lightning.bridge.folders.folder import FolderTensors
@@ -28,6 +33,9 @@ from megatron_lightning.parallel.shards.spec import Box
 
 _LAYER_TYPES = "layer_types"
 _QUANTIZATION = "quantization_config"
+_FREE_SIZES = (
+    "Prune other sizes: ffn_hidden_size, num_moe_experts and num_layers are free in most families."
+)
 
 
 class PrunedFolder(NamedTuple):
@@ -56,10 +64,10 @@ def pruned_folder(bridge: AutoBridge, sizes: Sizes, statistics: Statistics) -> P
     sizes.check(config)
     layers = kept_layers(config, sizes, statistics)
     smaller = sizes.kept_config(config, layers)
-    _check_family(family, config, smaller)
+    _check_family(family, smaller, sizes)
     found = source.tensors(config)
     source.check_copies(config)
-    choice = Choice(config, sizes, found, statistics)
+    choice = Choice(config, sizes, layers, found, statistics)
     parameters = {}
     for name, shape in saved_tensors(smaller):
         old = _old_name(name, layers)
@@ -105,16 +113,26 @@ def _old_name(name: str, layers: tuple[int, ...]) -> str:
     return f"{LAYER}{layers[int(number)]}.{path}"
 
 
-def _check_family(
-    family: type[Family], config: TransformerConfig, smaller: TransformerConfig
-) -> None:
-    fields = missing_fields(family, smaller)
+def _check_family(family: type[Family], smaller: TransformerConfig, sizes: Sizes) -> None:
+    """Check that the family's config.json can say what the pruned model is.
+
+    Raises:
+        ConfigError: If it cannot, naming the sizes.
+    """
+    try:
+        fields = missing_fields(family, smaller)
+    except UnwritableError as error:
+        reason = " ".join(str(error.__cause__).split())
+        raise ConfigError(
+            f"{sizes.asked}: config.json of {family.architecture} has no keys for the pruned model "
+            f"({reason}). {_FREE_SIZES}"
+        ) from error
     if fields:
         values = flat(smaller)
         said = ", ".join(f"{name}={values.get(name)!r}" for name in fields)
         raise ConfigError(
-            f"the configuration of {family.architecture} cannot say {said}, which the pruned model "
-            "has. Prune other sizes: ffn_hidden_size and num_layers are free in most families."
+            f"{sizes.asked}: the pruned model has {said}, for which config.json of "
+            f"{family.architecture} has no keys. {_FREE_SIZES}"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_lightning.bridge.family_rules.settings import build_config, flat
@@ -52,6 +52,14 @@ class Sizes:
         """Kind of unit -> number to keep, in every layer."""
         asked = {name: getattr(self, name) for name in _FIELDS}
         return {name: size for name, size in asked.items() if size is not None}
+
+    @property
+    def asked(self) -> str:
+        """The sizes, for messages."""
+        named = (
+            (name, list(x) if name == "drop_layers" else x) for name, x in asdict(self).items()
+        )
+        return ", ".join(f"{name}={value}" for name, value in named if value)
 
     @property
     def needs_statistics(self) -> bool:
@@ -104,6 +112,12 @@ class Sizes:
                 )
             _check_range(name, size, config.ffn_size)
         elif name == "hidden_size":
+            if moe is not None:
+                raise ConfigError(
+                    f"hidden_size is {size}, and the model has {moe.num_experts} experts, of whose "
+                    "inputs there are no statistics. Leave hidden_size out: num_moe_experts, "
+                    "num_attention_heads and num_layers make such a model smaller."
+                )
             _check_range(name, size, config.hidden_size)
         else:
             heads, groups = config.num_attention_heads, config.query_groups
@@ -111,15 +125,29 @@ class Sizes:
             _check_range(name, size, heads, least=step, step=step)
 
     def kept_config(self, config: TransformerConfig, layers: Iterable[int]) -> TransformerConfig:
-        """Return the configuration of the model with fewer layers and smaller widths."""
-        smaller, kept = config, tuple(layers)
-        for name, size in self.widths.items():
-            smaller = with_width(smaller, name, size)
-        values = flat(smaller)
+        """Return the configuration of the model with fewer layers and smaller widths.
+
+        Raises:
+            ConfigError: If there is no such model, naming the sizes.
+        """
+        values, kept = flat(config), tuple(layers)
         for name in _BY_LAYER:
             if isinstance(values.get(name), tuple):
                 values[name] = tuple(values[name][layer] for layer in kept)
-        return build_config({**values, "num_layers": len(kept)})
+        experts = values.get("moe.layer_freq")
+        if isinstance(experts, tuple) and not any(experts):
+            of_experts = [n for n, is_one in enumerate(flat(config)["moe.layer_freq"]) if is_one]
+            raise ConfigError(
+                f"{self.asked} leaves the layers {list(kept)}, of which none has experts. Keep one "
+                f"of {of_experts}, by drop_layers."
+            )
+        try:
+            smaller = build_config({**values, "num_layers": len(kept)})
+            for name, size in self.widths.items():
+                smaller = with_width(smaller, name, size)
+        except ConfigError as error:
+            raise ConfigError(f"{self.asked} leaves no model: {error}") from error
+        return smaller
 
 
 def with_width(config: TransformerConfig, name: str, size: int) -> TransformerConfig:

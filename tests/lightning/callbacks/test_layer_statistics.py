@@ -96,3 +96,13 @@ def test_a_model_without_blocks_is_refused(tmp_path: Path) -> None:
         trainer(callbacks=[LayerStatistics(tmp_path / "file")]).validate(
             ToyModule(), DataLoader(torch.zeros(2, 4)), verbose=False
         )
+
+
+def test_compiled_blocks_are_refused(tmp_path: Path) -> None:
+    module = GPTLightningModule(tiny_config())
+    module.configure_model()
+    next(iter(module.model.decoder.layers.values())).compile()
+    with pytest.raises(ConfigError, match="Leave compile out of the strategy"):
+        trainer(callbacks=[LayerStatistics(tmp_path / "file")]).validate(
+            module, DataLoader(_rows(0), batch_size=4), verbose=False
+        )

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.commands import prune
+from megatron_lightning.bridge.pruning.pruned_folder import pruned_folder
+from megatron_lightning.bridge.pruning.sizes import Sizes
 from megatron_lightning.bridge.pruning.statistics import Statistics
 from megatron_lightning.callbacks.statistics.sums import Division, LayerSums
 from megatron_lightning.cli import main
@@ -214,3 +216,62 @@ def test_a_failure_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         prune(str(llama), str(tmp_path / "small"), drop_layers=[0])
     assert not list(tmp_path.iterdir())
+
+
+def test_channels_that_no_kept_layer_reads_go_first(tmp_path: Path) -> None:
+    folder, target = make_folder("llama", tmp_path), tmp_path / "small"
+    dead = (3, 8, 17, 30)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, x in tensors.items():
+            if name.endswith((
+                "q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight",
+                "up_proj.weight",
+            )):  # fmt: skip
+                # The layer that is dropped reads these channels alone.
+                x[:, dead] = 100.0 if ".layers.0." in name else 0.0
+        save_file(tensors, file, {"format": "pt"})
+    _take_statistics(folder, tmp_path / "file")
+    prune(str(folder), str(target), str(tmp_path / "file"), hidden_size=28, drop_layers=[0])
+    name = "model.layers.{}.mlp.up_proj.weight"
+    kept = [c for c in range(32) if c not in dead]
+    assert torch.equal(load_all(target)[name.format(0)], load_all(folder)[name.format(1)][:, kept])
+
+
+def test_the_stream_of_experts_has_no_statistics(tmp_path: Path) -> None:
+    folder = make_folder("qwen3-moe", tmp_path)
+    with pytest.raises(ConfigError, match="hidden_size is 24, and the model has 4 experts"):
+        Sizes(hidden_size=24).check(AutoBridge.from_hf_pretrained(folder).to_config())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"num_key_value_heads": 4}),  # keys and values of their own
+        ("llama-biases", {}),
+        ("gpt-oss", {}),  # sinks of the heads, stacked experts with biases
+    ],
+)
+def test_dead_heads_go_first(name: str, options: dict[str, int], tmp_path: Path) -> None:
+    folder, target = make_folder(name, tmp_path, **options), tmp_path / "small"
+    _kill(folder)
+    _take_statistics(folder, tmp_path / "file")
+    prune(str(folder), str(target), str(tmp_path / "file"), num_attention_heads=2)
+    assert json.loads((target / "config.json").read_text())["num_key_value_heads"] == 2
+    assert (_logits(folder) - _logits(target)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        ("qwen2-moe", Sizes(drop_layers=(1,)), r"drop_layers=\[1\] leaves .*\[0\].* one of \[1\]"),
+        ("phi3", Sizes(hidden_size=24), "hidden_size=24: config.json of Phi3ForCausalLM has no"),
+        ("qwen2", Sizes(num_attention_heads=2), "num_attention_heads=2: .* has kv_channels=8"),
+    ],
+)
+def test_what_config_json_cannot_say_names_the_option(
+    name: str, sizes: Sizes, message: str, tmp_path: Path
+) -> None:
+    bridge = AutoBridge.from_hf_pretrained(make_folder(name, tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        pruned_folder(bridge, sizes, Statistics({}, "none"))
