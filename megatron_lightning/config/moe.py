@@ -27,7 +27,8 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "token_dispatcher_type": get_args(TokenDispatcher),
 }
 _COUNTS = (
-    "num_experts", "router_topk", "ffn_hidden_size", "shared_expert_intermediate_size",
+    "num_experts", "router_topk", "ffn_hidden_size", "latent_size",
+    "shared_expert_intermediate_size",
     "router_num_groups", "router_group_topk", "router_group_best",
 )  # fmt: skip
 _POSITIVE = ("router_topk_scaling_factor", "router_bias_update_rate", "expert_capacity_factor")
@@ -114,6 +115,10 @@ class MoEConfig:
     on the routing."""
     ffn_hidden_size: int | None = None
     """Width of an expert. None: the model's ffn_hidden_size."""
+    latent_size: int | None = None
+    """Size of the tokens in the experts (latent MoE). One projection maps every token to its
+    latent, and another the sum of its experts back. Router and shared experts see the full token.
+    None: experts see the full token as well."""
     shared_expert_intermediate_size: int | None = None
     """Width of the shared experts together. Shared experts see every token. None: no shared
     expert."""

@@ -390,6 +390,12 @@ class TransformerConfig:
         return self.layer_kinds[-1:] if hybrid is None else hybrid.depth_kinds
 
     @property
+    def expert_hidden_size(self) -> int:
+        """Size of a token in the experts: the latent's, or hidden_size."""
+        latent = None if self.moe is None else self.moe.latent_size
+        return latent or self.hidden_size
+
+    @property
     def expert_ffn_size(self) -> int:
         """Width of an expert."""
         width = None if self.moe is None else self.moe.ffn_hidden_size

@@ -16,7 +16,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Literal
 
-from megatron_lightning.config import LatentAttentionConfig, TransformerConfig
+from megatron_lightning.config import LatentAttentionConfig, MoEConfig, TransformerConfig
 from megatron_lightning.config.layer_kinds import entry_of
 
 WeightKind = Literal[
@@ -178,7 +178,8 @@ def _latent_attention(config: TransformerConfig, mla: LatentAttentionConfig) -> 
 
 def mlp(config: TransformerConfig, f: int, experts: int | None = None) -> tuple[Weight, ...]:
     """Return the two linear layers of a feed-forward of width ``f``, or of all experts."""
-    h, blocks, bias = config.hidden_size, 2 if config.gated else 1, config.add_bias_linear
+    h = config.hidden_size if experts is None else config.expert_hidden_size
+    blocks, bias = 2 if config.gated else 1, config.add_bias_linear
     return (
         *linear("linear_fc1", blocks * f, h, "rows", bias=bias, blocks=blocks, experts=experts),
         *linear("linear_fc2", h, f, "columns", bias=bias, experts=experts),
@@ -204,8 +205,19 @@ def _expert(config: TransformerConfig) -> tuple[Weight, ...]:
         router,
         *((bias,) if moe.router_bias else ()),
         *_inside("experts", mlp(config, config.expert_ffn_size, moe.num_experts)),
+        *_latent_projections(config, moe),
         *_inside("shared_experts", () if shared_size is None else mlp(config, shared_size)),
         *((gate,) if moe.shared_expert_gate else ()),
+    )
+
+
+def _latent_projections(config: TransformerConfig, moe: MoEConfig) -> tuple[Weight, ...]:
+    h, latent, bias = config.hidden_size, moe.latent_size, config.add_bias_linear
+    if latent is None:
+        return ()
+    return (
+        *linear("fc1_latent_proj", latent, h, None, bias=bias),
+        *linear("fc2_latent_proj", h, latent, None, bias=bias),
     )
 
 

@@ -289,4 +289,9 @@ def _with_experts(
             f"{dense.ffn_size}: experts of another width (granular upcycling) are not supported. "
             "Leave moe.ffn_hidden_size out."
         )
+    if moe.latent_size is not None:
+        raise ConfigError(
+            f"moe.latent_size={moe.latent_size} and the network of {path} maps tokens of size "
+            f"{dense.hidden_size}, which experts in latents cannot copy. Leave moe.latent_size out."
+        )
     return replace(dense, moe=moe)

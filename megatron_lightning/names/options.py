@@ -215,6 +215,7 @@ moe-expert-capacity-factor | model.config.moe.expert_capacity_factor
 moe-token-drop-policy | model.config.moe.token_drop_policy
 moe-pad-expert-input-to-capacity | model.config.moe.pad_expert_input_to_capacity
 moe-ffn-hidden-size | model.config.moe.ffn_hidden_size
+moe-latent-size | model.config.moe.latent_size
 moe-shared-expert-intermediate-size | model.config.moe.shared_expert_intermediate_size
 moe-layer-freq | model.config.moe.layer_freq
 moe-token-dispatcher-type | model.config.moe.token_dispatcher_type

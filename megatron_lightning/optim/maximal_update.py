@@ -116,11 +116,12 @@ class MaximalUpdate:
                 "MaximalUpdate of a GPTModel needs base_width: set it to the hidden_size of the "
                 "model whose learning rate you know."
             )
-        if config.mla is not None or config.mamba is not None or config.delta_net is not None:
+        others = (config.mla, config.mamba, config.delta_net, config.moe and config.moe.latent_size)
+        if any(others):
             raise ConfigError(
                 "MaximalUpdate(base_width=...) knows the dims of attention, feed-forward and "
-                "experts, and this model has latent attention or state-space layers. Train it "
-                "without maximal_update."
+                "experts, and this model has latent attention, latents of experts or state-space "
+                "layers. Train it without maximal_update."
             )
         return config.hidden_size / self.base_width
 

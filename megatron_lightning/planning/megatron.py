@@ -131,7 +131,9 @@ def _layers(config: TransformerConfig, kinds: Sequence[str]) -> _Parameters:
     shared_size = moe.shared_expert_intermediate_size or 0
     split += num_expert_layers * 2 * h * shared_size * gate
     replicated += num_expert_layers * h * moe.num_experts
-    experts = 2 * h * config.expert_ffn_size * gate * num_expert_layers * moe.num_experts
+    replicated += num_expert_layers * 2 * h * (moe.latent_size or 0)
+    expert = 2 * config.expert_hidden_size * config.expert_ffn_size * gate
+    experts = expert * num_expert_layers * moe.num_experts
     return _Parameters(split, replicated, experts)
 
 

@@ -59,6 +59,14 @@ _MIXED = {
     "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5,
     "rope_parameters": _ROPE,
 }  # fmt: skip
+_NEMOTRON_H = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "head_dim": 12,
+    "mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
+    "chunk_size": 8, "time_step_min": 0.05, "layer_norm_epsilon": 1e-3,
+    "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+    "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 20,
+    "routed_scaling_factor": 1.5,
+}  # fmt: skip
 FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 12, "rope_parameters": _LLAMA3}),
     "llama-tied": ("Llama", _TIED | {"head_dim": 8, "rope_parameters": _YARN}),
@@ -173,14 +181,8 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8,
         "conv_kernel": 3, "time_step_limit": [0.0, 0.9], "layer_norm_epsilon": 1e-3,
     }),
-    "nemotron-h": ("NemotronH", {
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "head_dim": 12,
-        "mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
-        "chunk_size": 8, "time_step_min": 0.05, "layer_norm_epsilon": 1e-3,
-        "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
-        "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 20,
-        "routed_scaling_factor": 1.5,
-    }),
+    "nemotron-h": ("NemotronH", _NEMOTRON_H),
+    "nemotron-3": ("NemotronH", _NEMOTRON_H | {"moe_latent_size": 12}),
     "qwen3-next": ("Qwen3Next", {
         "layer_types": ["linear_attention", "full_attention"], "head_dim": 12,
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,

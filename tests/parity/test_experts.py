@@ -58,6 +58,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2-pp2-vpp2-fsdp": (8, {EP: 2, PP: 2, VPP: 2, MICRO: 2, **FSDP}),
     "tp2-pp2-fsdp-zero3": (8, {TP: 2, ETP: 1, PP: 2, MICRO: 2, **FSDP, **ZERO3}),
     "ep2-tp2": (4, {EP: 2, TP: 2}),
+    "tp2-pp2": (4, {TP: 2, PP: 2, MICRO: 2}),
     "ep2-etp2": (4, {EP: 2, ETP: 2}),
     "ep2-pp2": (4, {EP: 2, PP: 2, MICRO: 2}),
     "ep2-pp2-vpp2": (4, {EP: 2, PP: 2, VPP: 2, MICRO: 2}),
@@ -83,6 +84,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gather": {**LOSSES, "token_dispatcher_type": "allgather"},
     "biases": LOSSES | {"router_bias": True},
+    "latents": LOSSES | {"latent_size": 12, "shared_expert_intermediate_size": 24},
     "one-by-one": {**LOSSES, "grouped_gemm": False},
 }
 """Name -> experts and router."""
@@ -95,6 +97,7 @@ SPREAD = {
     "sequence": ["tp2-etp1-ep2", "ep2-etp2"],
     "gather": ["ep2"],
     "biases": ["tp2-etp1-ep2", "ep2-etp2"],
+    "latents": ["ep2", "tp2-pp2"],
 }
 
 

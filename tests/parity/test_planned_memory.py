@@ -138,6 +138,10 @@ CASES = {
     "experts": Case(
         2, {"expert_model_parallel_size": 2}, {"moe": {"num_experts": 4, "ffn_hidden_size": 96}}
     ),
+    "experts in latents": Case(
+        2, {"expert_model_parallel_size": 2},
+        {"moe": {"num_experts": 4, "ffn_hidden_size": 96, "latent_size": 32}},
+    ),
 }  # fmt: skip
 FEW = ("one process", "tensor x pipeline, bf16", "math")
 EXPERTS = {"moe": {"num_experts": 4, "ffn_hidden_size": 96}}

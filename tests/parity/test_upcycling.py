@@ -121,6 +121,8 @@ def test_what_cannot_be_copied_is_refused(
     _save_dense(Path(dense))
     with pytest.raises(ConfigError, match=r"moe.ffn_hidden_size=24 .* width 48: .*granular"):
         upcycle(dense, new, moe=MoEConfig(num_experts=4, router_topk=2, ffn_hidden_size=24))
+    with pytest.raises(ConfigError, match=r"moe.latent_size=8 and .* tokens of size"):
+        upcycle(dense, new, moe=MoEConfig(num_experts=4, router_topk=2, latent_size=8))
     main(["checkpoint", "upcycle", dense, new, "--moe.num_experts=4", "--moe.router_topk=2"])
     assert "2 of 2 layers have 4 experts each" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="has 4 experts in a layer already"):

@@ -18,6 +18,7 @@ EXPERTS: tuple[Any, ...] = (
     Same("moe.num_experts", "n_routed_experts"), Same("moe.router_topk", "num_experts_per_tok"),
     Same("moe.router_topk_scaling_factor", "routed_scaling_factor", none=1.0), WIDTH,
     Same("moe.shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    Same("moe.latent_size", "moe_latent_size"),
     rows.Groups(2), rows.NormalizedScores(), Constant("moe.router_enable_expert_bias", True),
     Constant("moe.router_score_function", "sigmoid"),
     Constant("moe.router_load_balancing_type", "none"),
@@ -41,7 +42,7 @@ class NemotronH(Family):
         Choice("activation", "mlp_hidden_act", {"squared_relu": "relu2", "silu": "silu"}),
         Constant("add_bias_linear", False, {
             "mamba_hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-            "mamba_proj_bias": False, "sliding_window": None, "moe_latent_size": None,
+            "mamba_proj_bias": False, "sliding_window": None,
             "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
         }),
         WithoutEffect(
@@ -67,6 +68,8 @@ class NemotronH(Family):
         f"{OURS}.mlp.experts.linear_fc2.weight": (
             Experts(), f"{THEIRS}.mixer.experts.#.down_proj.weight"
         ),
+        f"{OURS}.mlp.fc1_latent_proj.weight": f"{THEIRS}.mixer.fc1_latent_proj.weight",
+        f"{OURS}.mlp.fc2_latent_proj.weight": f"{THEIRS}.mixer.fc2_latent_proj.weight",
         f"{OURS}.mlp.shared_experts.linear_fc1.weight": (
             f"{THEIRS}.mixer.shared_experts.up_proj.weight"
         ),

@@ -62,6 +62,8 @@ def check_exported(config: TransformerConfig) -> None:
         other.append(f"rope_scaling={config.rope_scaling!r}")
     if config.moe is not None and config.moe.router_bias:
         other.append("moe.router_bias=True")
+    if config.moe is not None and config.moe.latent_size:
+        other.append(f"moe.latent_size={config.moe.latent_size}")
     if other:
         raise ConfigError(
             f"format is 'torch_dist', and the model has {', '.join(other)}: only models were seen "

@@ -1,7 +1,7 @@
 """The experts of a layer: feed-forward networks with stacked weights [E, out, in].
 
-Shapes: ``n`` rows (a token for one expert), sorted by expert, ``E`` experts, ``h`` hidden, ``f``
-width of an expert. A grouped GEMM computes all experts (MegaBlocks,
+Shapes: ``n`` rows (a token for one expert), sorted by expert, ``E`` experts, ``h`` hidden (or the
+latent's size), ``f`` width of an expert. A grouped GEMM computes all experts (MegaBlocks,
 https://arxiv.org/abs/2211.15841, without MegaBlocks' padding).
 """
 
@@ -79,7 +79,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: TransformerConfig, num_experts: int) -> None:
         super().__init__()
-        h, f = config.hidden_size, config.expert_ffn_size
+        h, f = config.expert_hidden_size, config.expert_ffn_size
         options = {
             "bias": config.add_bias_linear,
             "one_by_one": config.moe is not None and not config.moe.grouped_gemm,

@@ -1,7 +1,7 @@
 """A feed-forward layer of experts. A few experts compute each token.
 
-Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``t`` = s b tokens, ``n`` rows (a token for one
-expert).
+Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``l`` latent (h without latents), ``t`` = s b
+tokens, ``n`` rows (a token for one expert).
 
 Logged, for each layer (``name/path of the layer``) and under the name alone:
 
@@ -104,6 +104,11 @@ def _dispatch(exchange: Exchange, own: Tensor) -> tuple[Tensor, Tensor]:
     return exchange.dispatch(own.flatten(0, 1))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _combine(exchange: Exchange, outputs: Tensor) -> Tensor:
+    return exchange.combine(outputs)
+
+
 class SharedExperts(MLP):
     """Shared experts for every token, as one feed-forward layer.
 
@@ -138,6 +143,9 @@ class MoELayer(nn.Module):
         super().__init__()
         self.router = Router(config.hidden_size, moe)
         self.experts = Experts(config, moe.num_experts)
+        h, latent, bias = config.hidden_size, moe.latent_size, config.add_bias_linear
+        self.fc1_latent_proj = nn.Linear(h, latent, bias=bias) if latent else None
+        self.fc2_latent_proj = nn.Linear(latent, h, bias=bias) if latent else None
         shared_size = moe.shared_expert_intermediate_size
         self.shared_experts = (
             SharedExperts(config, shared_size, gated_output=moe.shared_expert_gate)
@@ -181,16 +189,17 @@ class MoELayer(nn.Module):
         exchange = _begin(self.dispatcher, routing, self._num_choices)
         # While the numbers of rows travel.
         shared_out = None if self.shared_experts is None else self.shared_experts(hidden)
-        rows, counts = _dispatch(exchange, local_hidden)
-        out: Tensor = self._combine(exchange, self.experts(rows, counts), routing, hidden)
+        # Tokens travel as latents. The sums over a token's experts are mapped back.
+        down, up = self.fc1_latent_proj, self.fc2_latent_proj
+        rows, counts = _dispatch(exchange, local_hidden if down is None else down(local_hidden))
+        sums = _combine(exchange, self.experts(rows, counts))
+        out: Tensor = self._finish(sums if up is None else up(sums), routing, hidden)
         return out if shared_out is None else out + shared_out
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _combine(
-        self, exchange: Exchange, outputs: Tensor, routing: Routing, hidden: Tensor
-    ) -> Tensor:
-        """Return the sums [s, b, h] over the tokens' experts. The result carries the losses."""
-        return self._full(self._report(routing, exchange.combine(outputs)), hidden)
+    def _finish(self, sums: Tensor, routing: Routing, hidden: Tensor) -> Tensor:
+        """Map sums [t, h] of this rank's tokens to all [s, b, h]. The result carries the losses."""
+        return self._full(self._report(routing, sums), hidden)
 
     def _report(self, routing: Routing, out: Tensor) -> Tensor:
         """Report a routing. Return the activation with the losses attached."""

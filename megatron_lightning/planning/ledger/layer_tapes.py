@@ -257,10 +257,10 @@ def experts(sizes: Sizes, moe: MoEConfig, path: str, normed: str) -> list[Operat
     """Return a layer of experts with equally many tokens each."""
     config, layout, e = sizes.config, sizes.layout, sizes.element
     h, tokens = config.hidden_size, float(sizes.sharded_tokens)
-    k = float(moe.router_topk)
+    latent, k = config.expert_hidden_size, float(moe.router_topk)
     sent_rows = tokens * k  # rows of this rank's tokens
     rows = sent_rows * layout.etp  # of this rank's experts
-    row_bytes, sum_bytes = rows * h * e, sent_rows * h * MAIN_BYTES
+    row_bytes, sum_bytes = rows * latent * e, sent_rows * latent * MAIN_BYTES
     router_input = {normed: tokens * h * e}
     if e < MAIN_BYTES:
         router_input = {f"{path} router input": tokens * h * MAIN_BYTES}
@@ -278,6 +278,8 @@ def experts(sizes: Sizes, moe: MoEConfig, path: str, normed: str) -> list[Operat
         operations += mlp(
             sizes, f"{path}.shared_experts", normed, moe.shared_expert_intermediate_size
         )
+    if moe.latent_size:
+        operations.append(linear(sizes, f"{path}.fc1_latent_proj", normed, f"{path} latents"))
     dispatched = f"{path} rows"
     exchanged = row_bytes if layout.ep * layout.etp > 1 else 0.0
     operations.append(
@@ -292,15 +294,17 @@ def experts(sizes: Sizes, moe: MoEConfig, path: str, normed: str) -> list[Operat
     # In fp32: the outputs are kept, because the gradients of the probabilities multiply the
     # outputs.
     outputs = {f"{path} outputs": sum_bytes}
-    return [
-        *operations,
+    operations.append(
         Operation(
-            path=path,
-            keeps=outputs,
+            path=path, keeps=outputs, makes=(f"{path} sums",),
             forward_bytes=2 * exchanged + sum_bytes,
             backward_bytes=2 * exchanged + 2 * sum_bytes,
-        ),
-    ]
+        )
+    )  # fmt: skip
+    if moe.latent_size:
+        up = f"{path}.fc2_latent_proj"
+        operations.append(linear(sizes, up, f"{path} sums", f"{path} out"))
+    return operations
 
 
 # ------------------------------------------------------------------------------------------- ends

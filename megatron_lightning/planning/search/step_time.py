@@ -117,12 +117,12 @@ class _UnitModel:
         if of_experts and config.moe is not None:
             num_sent = tokens * config.moe.router_topk / tp
             rows = num_sent * layout.etp * layout.ep / config.moe.num_experts
-            columns = 2 * config.expert_ffn_size / layout.etp
+            width, columns = config.expert_hidden_size, 2 * config.expert_ffn_size / layout.etp
             feed_forward += self._products(
-                active_size(config, of_experts), tokens, h, columns, rows
+                active_size(config, of_experts), tokens, width, columns, rows
             )
-            feed_forward += 12 * num_sent * (h + config.expert_ffn_size) / self._memory
-            ep = self._exchanged(2 * 2 * num_sent * h, layout.ep, layout.etp)
+            feed_forward += 12 * num_sent * (width + config.expert_ffn_size) / self._memory
+            ep = self._exchanged(2 * 2 * num_sent * width, layout.ep, layout.etp)
         else:
             feed_forward += 16 * tokens * config.ffn_size / tp / self._memory
         stream = 28 * tokens * h / tp / self._memory

@@ -21,7 +21,7 @@ from megatron_lightning.bridge.megatron_checkpoints import export_megatron
 from megatron_lightning.bridge.megatron_checkpoints.megatron_args import check_exported
 from megatron_lightning.bridge.megatron_checkpoints.torch_dist import MegatronFolder
 from megatron_lightning.checkpoint import open_checkpoint
-from megatron_lightning.config import RopeScaling, TransformerConfig
+from megatron_lightning.config import MoEConfig, RopeScaling, TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
 from megatron_lightning.parallel.shards.spec import Shard
@@ -201,6 +201,7 @@ def test_what_megatron_does_not_have_is_refused(folder: Path, tmp_path: Path) ->
         ({"rope_scaling": RopeScaling(
             rope_type="llama3", factor=8.0, original_max_position_embeddings=4096,
         )}, "rope_scaling=RopeScaling"),
+        ({"moe": MoEConfig(num_experts=4, latent_size=8)}, "moe.latent_size=8"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             check_exported(TransformerConfig(**sizes, vocab_size=64, **options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Gemma 2": {"norm_placement": "sandwich", "activation": "geglu_tanh"},
     "experts": {"moe": EXPERTS, "mtp_num_layers": 2},
+    "experts in latents": {
+        "moe": replace(EXPERTS, latent_size=20), "mtp_num_layers": 1, "add_bias_linear": True,
+    },
     "experts with biases": GPT2 | {"moe": EXPERTS, "qk_layernorm": True, "mtp_num_layers": 1},
     "pattern": {
         "num_layers": 0, "layer_pattern": "*-|E*-E/*-/*-", "moe": MoEConfig(num_experts=4),
@@ -113,7 +117,9 @@ def test_every_kind_of_layer_is_built_weighed_and_planned() -> None:
 @pytest.mark.parametrize("kind", [*LAYER_KINDS, OWN_KIND])
 def test_the_ledger_has_every_matrix_of_a_layer_once(kind: str) -> None:
     """Gradients of matrices, on a rank of two tensor and two expert ranks."""
-    experts = MoEConfig(num_experts=4, ffn_hidden_size=32, shared_expert_intermediate_size=16)
+    experts = MoEConfig(
+        num_experts=4, ffn_hidden_size=32, shared_expert_intermediate_size=16, latent_size=24
+    )
     more: dict[str, Any] = {"moe": experts} if kind in GROUPS["moe"] else {}
     if kind == "mamba":
         more["mamba"] = MambaConfig(head_dim=16, num_groups=2, state_dim=16)

@@ -83,6 +83,7 @@ from tests.helpers.moe import config
             "pad_expert_input_to_capacity=True with expert_capacity_factor=None.*no capacity",
         ),
         ({"token_drop_policy": "position"}, "token_drop_policy=position with.*no token is dropped"),
+        ({"latent_size": 0}, "latent_size is 0; it must be a positive integer"),
         ({"shared_expert_gate": True}, "shared_expert_gate=True with.*there is no shared expert"),
         ({"layer_freq": 0}, "layer_freq is 0.*every n-th layer"),
         ({"layer_freq": True}, "layer_freq is True"),

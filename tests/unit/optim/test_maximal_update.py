@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 from benchmarks.maximal_update import change_slopes
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
@@ -291,6 +291,9 @@ def test_refusals() -> None:
         MaximalUpdate(kind="lion")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs base_width"):
         GPTLightningModule(config(), maximal_update=MaximalUpdate())
+    latents = config(moe=MoEConfig(num_experts=4, latent_size=8))
+    with pytest.raises(ConfigError, match="latents of experts"):
+        GPTLightningModule(latents, maximal_update=MaximalUpdate(base_width=64))
     with pytest.raises(ConfigError, match="beside init_from_hf"):
         GPTLightningModule(
             config(), init_from_hf="none", maximal_update=MaximalUpdate(base_width=64)

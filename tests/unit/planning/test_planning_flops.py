@@ -132,6 +132,9 @@ COUNTED: dict[str, dict[str, Any]] = {
             num_experts=4, ffn_hidden_size=48, shared_expert_intermediate_size=32, layer_freq=2
         )
     },
+    "experts in latents": {
+        "moe": MoEConfig(num_experts=4, latent_size=24, shared_expert_intermediate_size=32)
+    },
     "latent attention": {"mla": LATENT},
     "latent attention, full queries": {
         "mla": LatentAttentionConfig(

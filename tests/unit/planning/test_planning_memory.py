@@ -62,6 +62,10 @@ DIVIDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                           shared_expert_gate=True, layer_freq=2)},
         {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
     ),
+    "experts in latents": (
+        {"moe": MoEConfig(num_experts=4, latent_size=24, shared_expert_intermediate_size=32)},
+        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+    ),
     "gated delta net": (
         {"delta_net": DELTA, "linear_attention_freq": 2},
         {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
