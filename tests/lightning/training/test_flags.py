@@ -336,3 +336,18 @@ def test_deterministic_sets_and_checks_what_gpus_need() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     set_determinism("cuda", "cudnn", untouched)
     assert not untouched
+
+
+def _twice(layout: Layout, folder: str) -> list[dict[str, float]]:
+    metrics = []
+    for _ in range(2):
+        trainer = layout.trainer(folder, max_epochs=1, deterministic=True)
+        trainer.fit(ToyModule(), datamodule=layout.data_module())
+        metrics.append(metrics_of(trainer))
+    return metrics
+
+
+@layouts(PP2_DP2, slow=[DP2, TP2_PP2])
+def test_a_deterministic_run_has_the_same_bits_twice(layout: Layout, tmp_path: Path) -> None:
+    for first, second in run(layout, _twice, tmp_path):
+        assert first == second and first
