@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from html import escape
 from itertools import zip_longest
@@ -29,6 +29,25 @@ _KINDS = {
     "All weights beside TRL": (False, "full"),
 }  # fmt: skip
 """In words -> experts, and fine-tuning."""
+_NOTES: Sequence[tuple[Collection[str], str]] = (
+    (("transformers",), "`transformers` runs its own model, optimizer, schedule and clipping from "
+     "the same folder of weights."),
+    (("megatron",), "`megatron` is Megatron-Core, unchanged, from the same weights, on a CPU that "
+     "answers its calls of CUDA (`benchmarks/curves_megatron.py`)."),
+    (("rounded",), "`rounded` is one process whose first weights were changed by a rounding: a "
+     "layout that is right differs about as much, and a wrong gradient far more, from the first "
+     "steps on."),
+    (("rounded-experts",), "`rounded-experts` is such a process with experts."),
+    (("ep2",), "Experts can amplify more than dense layers: where two scores of a router are equal "
+     "but for their last digit, a token can go to another expert."),
+    (("trl-lora", "lora-tp2"), "`lora-tp2` is compared with TRL's `SFTTrainer`, from factors that "
+     "`peft` has drawn, and has ten times the learning rate. Read it with care: its model has "
+     "random weights, so that little is learned. The rate is at its peak of 1e-2 after 30 steps, "
+     "and ten steps later one process parts from itself by 1e-3, where its factors were changed "
+     "by a rounding of 1e-7."),
+    (("trl-full", "full-zero1"), "`full-zero1` is compared with TRL's `SFTTrainer`."),
+)  # fmt: skip
+"""Curves that must be kept -> how to read them."""
 _WIDTH, _HEIGHT, _LEFT, _GAP = 900, 260, 60, 40
 
 
@@ -98,12 +117,38 @@ def tables(records: Mapping[str, Mapping[str, Any]], contract: Contract) -> Iter
     missing = [name for name in PLANS if name not in records]
     yield ""
     yield from _in_words(records)
+    yield from (f"- {note}" for names, note in _NOTES if records.keys() >= set(names))
+    yield ""
     yield f"Not run: {', '.join(missing) or 'none'}."
     yield ""
-    headers = [record["header"] for record in records.values()]
-    yield f"{headers[0]['date'][:10]}, {machine.headline(headers[0])}."
-    if others := sorted({each["commit"] for each in headers} - {headers[0]["commit"]}):
-        yield f"Of other curves, by the same versions: commits {', '.join(others)}."
+    yield from _origins({name: record["header"] for name, record in records.items()})
+
+
+def _origins(headers: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield date, machine and versions of the first curve, and where others differ."""
+    first = next(iter(headers.values()))
+    yield f"{first['date'][:10]}, {machine.headline(first)}."
+    if commits := sorted({each["commit"] for each in headers.values()} - {first["commit"]}):
+        yield f"Commits of other curves: {', '.join(commits)}."
+    names_of: dict[str, list[str]] = {}
+    for name, header in headers.items():
+        if different := _different(_facts(header), _facts(first)):
+            names_of.setdefault(different, []).append(name)
+    if names_of:
+        differences = [f"{what} ({', '.join(names)})" for what, names in names_of.items()]
+        yield f"Versions of single curves: {'; '.join(differences)}."
+
+
+def _facts(header: Mapping[str, Any]) -> dict[str, str]:
+    return {"machine": header["machine"], **header["versions"]}
+
+
+def _different(facts: Mapping[str, str], than: Mapping[str, str]) -> str:
+    return ", ".join(
+        f"{name} {facts.get(name, 'missing')}"
+        for name in {**than, **facts}
+        if facts.get(name) != than.get(name)
+    )
 
 
 def _in_words(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -123,7 +168,6 @@ def _in_words(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
                 f"{max(each.single for each in found):.1e} in every step, and to "
                 f"{max(each.averaged for each in found):.1e} averaged over {WINDOW} steps."
             )
-    yield ""
 
 
 def csv(records: Mapping[str, Mapping[str, Any]]) -> str:

@@ -101,6 +101,22 @@ def _record(contract: Contract, losses: list[float]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def test_the_page_speaks_of_kept_curves_alone_and_compares_their_versions() -> None:
+    def words(*names: str) -> str:
+        return "\n".join(curves_page.tables({name: records[name] for name in names}, Contract()))
+
+    records = {
+        name: _record(Contract(), [1.0] * 50) for name in ("one", "rounded", "zero1", "trl-full")
+    }
+    assert "`rounded` is one process" in words("one", "rounded")
+    assert "`rounded` is one" not in (few := words("one", "zero1", "trl-full"))
+    assert "SFTTrainer`" not in few and "Versions of single" not in few
+    records["zero1"]["header"]["versions"] |= {"torch": "9.9", "peft": "0.1"}
+    assert "Versions of single curves: torch 9.9, peft 0.1 (zero1)." in words("one", "zero1")
+    del records["rounded"]["header"]["versions"]["numpy"]
+    assert "numpy missing (rounded)" in words("one", "rounded")
+
+
 def test_a_run_goes_on_curve_by_curve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
