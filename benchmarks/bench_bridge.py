@@ -32,7 +32,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks import machine, ranks
-from benchmarks.statistics import Ratio, ratio_of_medians
+from benchmarks.statistics import Ratio, ratio_of_medians, verdict
 from megatron_lightning.bridge import AutoBridge
 from megatron_lightning.bridge.folders.export import write_folder
 from megatron_lightning.bridge.hf_models.transformers_model import fill_weights
@@ -209,7 +209,7 @@ def page(facts: dict[str, Any], rows: dict[str, Any]) -> str:
     peak, part, largest = rows["memory"]
     limit = part + largest + MEMORY_GOAL_BYTES
     read, owned = (sum(column) for column in zip(*rows["disk"], strict=True))
-    disk_verdict = "met" if read <= DISK_GOAL * rows["bytes"] else "missed"
+    disk_verdict = verdict(read <= DISK_GOAL * rows["bytes"])
     return "\n".join(
         [
             "# Reading and writing a Hugging Face folder",
@@ -222,10 +222,10 @@ def page(facts: dict[str, Any], rows: dict[str, Any]) -> str:
             "| | | goal | |",
             "|---|---|---|---|",
             f"| load, processor seconds, ours ÷ stock | {load} | at most {LOAD_GOAL} | "
-            f"{'met' if load.keeps(LOAD_GOAL) else 'missed'} |",
+            f"{verdict(load.keeps(LOAD_GOAL))} |",
             f"| peak memory of a rank of TP 2 | {peak / MIB:,.0f} MiB of a part of "
             f"{part / MIB:,.0f} MiB | at most part + one parameter + 100 MiB = "
-            f"{limit / MIB:,.0f} MiB | {'met' if peak <= limit else 'missed'} |",
+            f"{limit / MIB:,.0f} MiB | {verdict(peak <= limit)} |",
             f"| read from the disk by {DISK_RANKS} ranks of TP {DISK_RANKS}, cold | "
             + (
                 f"{read / rows['bytes']:.3f} of the folder (parts together "

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from benchmarks import machine
 from benchmarks.large_manifest import ManifestCost, measure_manifest
-from benchmarks.statistics import Ratio, ratio_of_medians
+from benchmarks.statistics import Ratio, ratio_of_medians, verdict
 from megatron_lightning.checkpoint import TensorShards, load_sharded, open_checkpoint, save_sharded
 from megatron_lightning.checkpoint.writing.background import BackgroundJob, HostBuffer
 from megatron_lightning.checkpoint.writing.saving import take_snapshot, write_snapshot
@@ -312,28 +312,24 @@ def markdown(
     for entry in comparisons:
         sign = "≥" if entry.at_least else "≤"
         lines.append(
-            f"| {entry.what} | {sign} {entry.goal} | {entry.ratio} | {_verdict(entry.met)} |"
+            f"| {entry.what} | {sign} {entry.goal} | {entry.ratio} | {verdict(entry.met)} |"
         )
     largest = facts["largest_tensor_bytes"]
     lines += [
         f"| memory of a save, of the largest tensor's | ≤ 1 | {peaks['save'] / largest:.2f} "
-        f"({peaks['save'] / MIB:.0f} MiB) | {_verdict(peaks['save'] <= largest)} |",
+        f"({peaks['save'] / MIB:.0f} MiB) | {verdict(peaks['save'] <= largest)} |",
         f"| memory of an asynchronous save, of the state's | ≤ 1.05 | {peaks['async'] / size:.2f} "
-        f"| {_verdict(peaks['async'] <= 1.05 * size)} |",
+        f"| {verdict(peaks['async'] <= 1.05 * size)} |",
         f"| manifest of {manifest.num_ranks:,} ranks, MB | ≤ 200 | {manifest.num_bytes / 1e6:.0f} "
-        f"({manifest.num_shards:,} boxes) | {_verdict(manifest.num_bytes <= 200e6)} |",
+        f"({manifest.num_shards:,} boxes) | {verdict(manifest.num_bytes <= 200e6)} |",
         f"| making and writing it, s | ≤ 30 | {manifest.dump_s:.1f}, and {manifest.load_s:.1f} to "
-        f"read and check it | {_verdict(manifest.dump_s <= 30)} |",
+        f"read and check it | {verdict(manifest.dump_s <= 30)} |",
         "",
         f"For information, memory beyond the state: load {peaks['load'] / MIB:.0f} MiB; DCP's save "
         f"{peaks['dcp_save'] / MIB:.0f} MiB, its load {peaks['dcp_load'] / MIB:.0f} MiB.",
         "",
     ]
     return "\n".join(lines)
-
-
-def _verdict(met: bool) -> str:
-    return "met" if met else "not met"
 
 
 def run(

@@ -33,7 +33,7 @@ from benchmarks.context_counts import (
     expected_sent_bytes,
 )
 from benchmarks.ranks import run
-from benchmarks.statistics import Ratio, ratio_of_medians
+from benchmarks.statistics import Ratio, ratio_of_medians, verdict
 from megatron_lightning.layers.attention.sequence_info import Documents, SequenceInfo
 from megatron_lightning.layers.context.backends import BACKENDS
 from megatron_lightning.layers.context.blocks import visible_blocks
@@ -202,10 +202,6 @@ def cases(length: int) -> Iterator[Case]:
             yield Case(backend, num_ranks, HEADS, groups, dtype, length, levels, HEAD_SIZE)
 
 
-def _verdict(is_met: bool) -> str:
-    return "met" if is_met else "missed"
-
-
 def _pair_row(name: str, found: Pair) -> list[str]:
     ratio = ratio_of_medians(found.alone_s, found.shared_s)
     part = found.saved / found.saved_alone
@@ -214,9 +210,9 @@ def _pair_row(name: str, found: Pair) -> list[str]:
         f"{statistics.median(found.shared_s) * 1e3:.0f}",
         f"{statistics.median(found.alone_s) * 1e3:.0f}",
         str(ratio),
-        _verdict(ratio.meets(SPEEDUP_GOAL)),
+        verdict(ratio.meets(SPEEDUP_GOAL)),
         f"{part:.3f}",
-        _verdict(abs(part / 0.5 - 1) <= SAVED_TOLERANCE),
+        verdict(abs(part / 0.5 - 1) <= SAVED_TOLERANCE),
     ]
 
 
@@ -229,10 +225,10 @@ def _count_row(case: Case, found: Counted) -> list[str]:
         f"{case.heads} on {case.groups}, {str(case.dtype).removeprefix('torch.')}",
         f"{sent_bytes / 2**20:.2f}",
         f"{sent_bytes / expected:.3f}",
-        _verdict(sent_bytes == expected),
+        verdict(sent_bytes == expected),
         f"{found.peak_bytes / 2**20:.2f}",
         f"{peak:.3f}",
-        _verdict(abs(peak - 1) <= PEAK_TOLERANCE),
+        verdict(abs(peak - 1) <= PEAK_TOLERANCE),
     ]
 
 
@@ -243,7 +239,7 @@ def _documents_row(name: str, found: Rows) -> list[str]:
         f"{statistics.median(found.several_s) * 1e3:.0f}",
         f"{statistics.median(found.one_s) * 1e3:.0f}",
         str(ratio),
-        _verdict(ratio.keeps(DOCUMENTS_LIMIT)),
+        verdict(ratio.keeps(DOCUMENTS_LIMIT)),
     ]
 
 
@@ -259,7 +255,7 @@ def _times(length: int, pairs: dict[str, Pair], host: Ratio, rows: dict[str, Row
             [_pair_row(name, found) for name, found in pairs.items()],
         ),
         f"Ring of 4, host: {host} times its kernels, limit {HOST_LIMIT} "
-        f"{_verdict(host.keeps(HOST_LIMIT))}.",
+        f"{verdict(host.keeps(HOST_LIMIT))}.",
         "",
         f"A row of {NUM_DOCUMENTS} documents, whose squares add up to {squares:.3f} of the row's:",
         *_table(

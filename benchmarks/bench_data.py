@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import machine
-from benchmarks.statistics import Ratio, ratio_of_medians
+from benchmarks.statistics import Ratio, ratio_of_medians, verdict
 from megatron_lightning.data.indexed.indexed_files import IndexedDatasetWriter
 from megatron_lightning.data.indexed.indexed_merge import merge
 from megatron_lightning.data.pretraining.blend_order import blend_index, normalized
@@ -337,7 +337,7 @@ def page(facts: dict[str, Any], rows: dict[str, tuple[Ratio, str]], merged: floa
     ]
     for name, (ratio, memory) in rows.items():
         goal = GOALS.get(name)
-        kept = "" if goal is None else f"≤ {goal:.2f}: {'met' if ratio.keeps(goal) else 'missed'}"
+        kept = "" if goal is None else f"≤ {goal:.2f}: {verdict(ratio.keeps(goal))}"
         lines.append(f"| {name} | {ratio} | {kept} | {memory} |")
     lines += ["", f"A merge of 8 million documents takes {merged:.0f} MiB (goal: 64).", ""]
     return "\n".join(lines)

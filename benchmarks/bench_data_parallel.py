@@ -30,7 +30,7 @@ from benchmarks.bench_step import (
 )
 from benchmarks.command_line import parser_of
 from benchmarks.data_parallel_counts import Count, count
-from benchmarks.statistics import Ratio, ratio_of_medians
+from benchmarks.statistics import Ratio, ratio_of_medians, verdict
 from benchmarks.teams import measure
 from benchmarks.variants import VARIANTS, Shape
 
@@ -118,8 +118,7 @@ def markdown(result: Result, shape: Shape) -> str:
     for name, wall in result.wall_s.items():
         ratios = result.speed.get(name, {})
         cells = [
-            f"{ratios[p]}, {'met' if ratios[p].meets(1.0) else 'not met'}" if p in ratios else ""
-            for p in PEERS
+            f"{ratios[p]}, {verdict(ratios[p].meets(1.0))}" if p in ratios else "" for p in PEERS
         ]
         lines.append(f"| {name} | {wall:.3f} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])

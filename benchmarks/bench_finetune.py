@@ -36,7 +36,7 @@ from benchmarks import machine
 from benchmarks.bench_single import Llama, llama_config
 from benchmarks.bench_step import QUICK, Steps
 from benchmarks.command_line import parser_of
-from benchmarks.statistics import Ratio, ratio_of_medians
+from benchmarks.statistics import Ratio, ratio_of_medians, verdict
 from benchmarks.teams import measure
 from benchmarks.variants import Shape, Variant, megatron, single_device
 from megatron_lightning.config import TransformerConfig
@@ -248,10 +248,6 @@ def _series(steps: Steps, name: str, what: Callable[[Any], float]) -> list[float
     return [what(rounds[0]) for rounds in steps[name]]
 
 
-def _verdict(met: bool) -> str:
-    return "met" if met else "not met"
-
-
 def markdown(
     facts: Mapping[str, Any],
     shape: Shape,
@@ -277,13 +273,13 @@ def markdown(
         "| --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {name} of a step | {ratio} | {STEP_LIMIT} | {_verdict(ratio.keeps(STEP_LIMIT))} |"
+        f"| {name} of a step | {ratio} | {STEP_LIMIT} | {verdict(ratio.keeps(STEP_LIMIT))} |"
         for name, ratio in ratios.items()
     ]
     lines += [
         f"| peak memory above the imports, vocabulary {facts['large_vocabulary']} "
         f"({peaks['ours']:.0f} and {peaks['peft']:.0f} MiB) | {share:.2f} | {MEMORY_LIMIT} | "
-        f"{_verdict(share <= MEMORY_LIMIT)} |",
+        f"{verdict(share <= MEMORY_LIMIT)} |",
         "",
     ]
     for name, peer in packed.items():
@@ -302,7 +298,7 @@ def markdown(
     lines += [
         f"Rendering and tokenizing {facts['chats']} conversations of {texts.num_tokens} tokens, "
         f"with marks of the answers: {speed} of the speed of `encode_batch`, by processor seconds "
-        f"(goal at least {TEXT_GOAL}: {_verdict(speed.low >= TEXT_GOAL)}).",
+        f"(goal at least {TEXT_GOAL}: {verdict(speed.low >= TEXT_GOAL)}).",
         "",
     ]
     return "\n".join(lines)

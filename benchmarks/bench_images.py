@@ -16,7 +16,6 @@ allocated (``RssAnon``) behind 2,000 rows, above that behind the first 20.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import io
 import json
@@ -27,10 +26,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from PIL import Image
 
 from benchmarks import machine
+from benchmarks.command_line import measured_page, print_page
+from benchmarks.statistics import verdict
 from megatron_lightning.modules import FinetuneDataModule, HuggingFaceModule, ImageOptions
 from tests.helpers.image_folders import make_image_folder
 
@@ -133,47 +133,33 @@ def page(few: Mapping[str, float], many: Mapping[str, float], size: Size) -> str
         "| what | times decoding and processing | goal, at most | |",
         "| --- | --- | --- | --- |",
         *(
-            f"| {name} | {ratio:.2f} | {GOALS[name]} | {_verdict(ratio, GOALS[name])} |"
+            f"| {name} | {ratio:.2f} | {GOALS[name]} | {verdict(ratio <= GOALS[name])} |"
             for name, ratio in ratios.items()
         ),
         "",
         "| what | MiB | goal, at most | |",
         "| --- | --- | --- | --- |",
         f"| growth of a worker over {size.worker_rows:,} rows | {growth:.0f} | {GROWTH_GOAL_MIB} | "
-        f"{_verdict(growth, GROWTH_GOAL_MIB)} |",
+        f"{verdict(growth <= GROWTH_GOAL_MIB)} |",
         "",
     ]
     return "\n".join(lines)
 
 
-def _verdict(value: float, goal: float) -> str:
-    return "met" if value <= goal else "missed"
-
-
 def run(size: Size, folder: Path | None) -> str:
     """Measure, and return the page; with a folder, keep it there."""
-    facts: dict[str, Any] = machine.describe()
-    with tempfile.TemporaryDirectory() as work:
-        model = str(make_image_folder("qwen2_5_vl", Path(work)))
-        few, many = (
-            measure(Path(work), write_rows(Path(work), size, num_sizes), model, size)
-            for num_sizes in (30, size.images)
-        )
-    facts["load_average_at_end"] = machine.describe()["load_average"]
-    text = f"# Chats with images\n\n{machine.headline(facts)}.\n\n{page(few, many, size)}"
-    if folder is not None:
-        machine.keep(folder, "images_cpu", facts, text, {"30 sizes": few, "a size each": many})
-    return text
 
+    def measured() -> tuple[str, Mapping[str, Any]]:
+        with tempfile.TemporaryDirectory() as work:
+            model = str(make_image_folder("qwen2_5_vl", Path(work)))
+            few, many = (
+                measure(Path(work), write_rows(Path(work), size, num_sizes), model, size)
+                for num_sizes in (30, size.images)
+            )
+        return page(few, many, size), {"30 sizes": few, "a size each": many}
 
-def main() -> None:
-    """Measure, print, and write a page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
-    torch.set_num_threads(1)
-    print(run(Size(4, 56, 84, 8, 256), None) if quick else run(Size(), machine.RESULTS))
+    return measured_page("Chats with images", "images_cpu", measured, folder)
 
 
 if __name__ == "__main__":
-    main()
+    print_page(__doc__, run, Size(), Size(4, 56, 84, 8, 256))

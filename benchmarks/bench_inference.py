@@ -30,7 +30,7 @@ import transformers
 from benchmarks import inference_pipeline, machine
 from benchmarks.command_line import parser_of
 from benchmarks.inference_texts import NUM_UNCACHED, Drafts, Sizes, Texts, cpu_seconds
-from benchmarks.statistics import Ratio, ratio_of_medians
+from benchmarks.statistics import Ratio, ratio_of_medians, verdict
 
 GOALS = {"static batch": 1.15, "continuous batching": 1.1}
 UNCACHED_GOAL, TASKS_GOAL, SERVING_GOAL, LOGPROBS_GOAL = 10.0, 0.7, 0.9, 1e-5
@@ -39,10 +39,6 @@ UNCACHED_GOAL, TASKS_GOAL, SERVING_GOAL, LOGPROBS_GOAL = 10.0, 0.7, 0.9, 1e-5
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     lines = [head, ["---"] * len(head), *rows]
     return ["", *(f"| {' | '.join(map(str, line))} |" for line in lines), ""]
-
-
-def _met(*, is_met: bool) -> str:
-    return "met" if is_met else "**missed**"
 
 
 def _beside(folder: Path, sizes: Sizes, dtype: torch.dtype, rounds: int) -> tuple[list[Any], Any]:
@@ -71,8 +67,8 @@ def _beside(folder: Path, sizes: Sizes, dtype: torch.dtype, rounds: int) -> tupl
         ratio = ratio_of_medians(seconds[name], seconds[ours])
         equal = sum(a == b for a, b in zip(found[name], found[ours], strict=True))
         speed = f"{num_new / statistics.median(seconds[name]):.1f}"
-        verdict = _met(is_met=ratio.low >= goal)
-        rows.append([f"{name_of_dtype}, {name}", speed, ratio, goal, verdict, f"{equal}/16"])
+        kept = verdict(ratio.low >= goal)
+        rows.append([f"{name_of_dtype}, {name}", speed, ratio, goal, kept, f"{equal}/16"])
 
     for name, goal in GOALS.items():
         add(name, "engine", goal, num_tokens)
@@ -156,12 +152,12 @@ def measure(sizes: Sizes, rounds: int, num_documents: int, results: Path | None)
     ]  # fmt: skip
     goals = [
         [f"lm_eval, {num_documents} documents: time over its hf model", scored, f"≤ {TASKS_GOAL}",
-         _met(is_met=scored.high <= TASKS_GOAL)],
+         verdict(scored.high <= TASKS_GOAL)],
         ["16 clients: tokens a second over the engine alone, processor time", served,
-         f"≥ {SERVING_GOAL}", _met(is_met=served.low >= SERVING_GOAL)],
+         f"≥ {SERVING_GOAL}", verdict(served.low >= SERVING_GOAL)],
         ["the same by the clock, clients on the same cores", served_wall, "", ""],
         ["largest difference of a log-probability to the training forward, fp32",
-         f"{difference:.1e}", f"≤ {LOGPROBS_GOAL}", _met(is_met=difference <= LOGPROBS_GOAL)],
+         f"{difference:.1e}", f"≤ {LOGPROBS_GOAL}", verdict(difference <= LOGPROBS_GOAL)],
         ["two stages, groups rolling over one group, a core for each stage", rolling, "", ""],
         ["the same by the clock", rolling_wall, "", ""],
     ]  # fmt: skip

@@ -41,7 +41,7 @@ from benchmarks.moe_counts import (
     expected_sent_bytes,
 )
 from benchmarks.ranks import run as run_ranks
-from benchmarks.statistics import Ratio, ratio_of_medians
+from benchmarks.statistics import Ratio, ratio_of_medians, verdict
 from benchmarks.teams import measure
 from benchmarks.variants import Goal, Shape, Variant, ours, single_device
 from megatron_lightning.config import MoEConfig, TransformerConfig
@@ -181,17 +181,13 @@ def time_layers(
     return times[0][2:], times[1][2:]
 
 
-def _verdict(is_met: bool) -> str:
-    return "met" if is_met else "not met"
-
-
 def _layer_lines(shape: ExpertShape, times: tuple[list[float], list[float]]) -> list[str]:
     ratio: Ratio = ratio_of_medians(*times)
     mine, dense = (statistics.median(found) * 1e3 for found in times)
     return [
         f"Layer of {shape.num_experts} experts of {shape.ffn_size}, top {shape.topk}, "
         f"{shape.tokens} tokens: {mine:.0f} ms, dense {dense:.0f} ms, {ratio} times, limit "
-        f"{LAYER_LIMIT} {_verdict(ratio.keeps(LAYER_LIMIT))}.",
+        f"{LAYER_LIMIT} {verdict(ratio.keeps(LAYER_LIMIT))}.",
         "",
     ]
 
@@ -262,8 +258,8 @@ def _count_lines(config: TransformerConfig, counts: Mapping[float, Sequence[Coun
             peak = found.peak_bytes / expected_peak_bytes(found, balanced[rank], config)
             lines.append(
                 f"| {share:.0%} | {rank} | {found.routed} | {found.received} | {found.sent_bytes}, "
-                f"{found.sent_bytes / sent:.3f} | {_verdict(found.sent_bytes == sent)} | "
-                f"{found.peak_bytes}, {peak:.4f} | {_verdict(abs(peak - 1) <= PEAK_TOLERANCE)} |"
+                f"{found.sent_bytes / sent:.3f} | {verdict(found.sent_bytes == sent)} | "
+                f"{found.peak_bytes}, {peak:.4f} | {verdict(abs(peak - 1) <= PEAK_TOLERANCE)} |"
             )
     return [*lines, ""]
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from benchmarks import machine
 from benchmarks.command_line import parser_of
 from benchmarks.pipeline_stages import ENGINES, SCHEDULES, Case, bare_step
-from benchmarks.statistics import ratio_of_medians
+from benchmarks.statistics import ratio_of_medians, verdict
 
 TIMEOUT_S = 600.0
 SMALL, LARGE = 256, 2**20  # elements of a message
@@ -194,12 +194,12 @@ def rows(result: Mapping[str, Any]) -> list[str]:
             name: statistics.median(result["messages_s"][name]) * 1e3 for name in (ours, torchs)
         }
         engine_us = {name: host[name] - host[bare] for name in (ours, torchs)}
-        verdict = "met" if against_formula.keeps(GOALS[schedule]) else "not met"
+        kept = verdict(against_formula.keeps(GOALS[schedule]))
         if case.ranks <= (os.cpu_count() or 1):
-            met = "met" if engine_us[ours] < HOST_GOAL_US else "not met"
-            host_verdict = f", goal {HOST_GOAL_US:.0f} {met}"
+            host_kept = verdict(engine_us[ours] < HOST_GOAL_US)
+            host_goal = f", goal {HOST_GOAL_US:.0f} {host_kept}"
         else:
-            host_verdict = ""
+            host_goal = ""
         cells = [
             f"{case.ranks} x {case.microbatches}",
             schedule,
@@ -207,10 +207,10 @@ def rows(result: Mapping[str, Any]) -> list[str]:
             f"{statistics.median(result['step_s'][ours]) * 1e3:.0f}",
             f"{statistics.median(result['step_s'][torchs]) * 1e3:.0f}",
             f"{against_formula}",
-            f"{GOALS[schedule]:.2f} {verdict}",
+            f"{GOALS[schedule]:.2f} {kept}",
             f"{against_torch}",
             f"{alone[ours]:.1f} / {alone[torchs]:.1f}",
-            f"{engine_us[ours]:.0f} / {engine_us[torchs]:.0f}{host_verdict}",
+            f"{engine_us[ours]:.0f} / {engine_us[torchs]:.0f}{host_goal}",
             f"{result['peak_mib'][ours]:.0f} / {result['peak_mib'][torchs]:.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -10,18 +10,17 @@ to fp32 of each round.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks import machine
-from benchmarks.statistics import Ratio, ratio_of_medians
+from benchmarks.command_line import measured_page, print_page
+from benchmarks.statistics import Ratio, ratio_of_medians, verdict
 from megatron_lightning.layers.linear.gemm import Gemm, matmul
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.emulation import EmulatedGemm
@@ -31,23 +30,30 @@ SCALINGS: tuple[Scaling, ...] = ("delayed", "current", "rowwise", "blockwise", "
 GOAL = 6.0  # times fp32
 
 
+class Size(NamedTuple):
+    """Size of a measurement."""
+
+    features: int = 1024
+    rounds: int = 25
+
+
 def step(gemm: Gemm, x: Tensor, w: Tensor, dy: Tensor) -> None:
     """Compute one layer's output and both gradients."""
     y = matmul(x, w, None, gemm)
     torch.autograd.grad(y, (x, w), dy)
 
 
-def measure(size: int, rounds: int) -> dict[str, list[float]]:
+def measure(size: Size) -> dict[str, list[float]]:
     """Return the processor seconds of each round, by variant; fp32 first."""
     torch.manual_seed(0)
-    x, w = (torch.randn(size, size, requires_grad=True) for _ in range(2))
-    dy = torch.randn(size, size)
+    x, w = (torch.randn(size.features, size.features, requires_grad=True) for _ in range(2))
+    dy = torch.randn(size.features, size.features)
     gemms: Mapping[str, Gemm] = {"fp32": Gemm()} | {
         scaling: EmulatedGemm(FP8Recipe(scaling=scaling), dtype=torch.float32)
         for scaling in SCALINGS
     }
     times: dict[str, list[float]] = {name: [] for name in gemms}
-    for round_ in range(rounds + 1):
+    for round_ in range(size.rounds + 1):
         for name, gemm in gemms.items():
             seconds = _timed(lambda gemm=gemm: step(gemm, x, w, dy))  # type: ignore[misc]
             if round_:  # the first warms up
@@ -70,16 +76,16 @@ def ratios(times: Mapping[str, list[float]]) -> dict[str, Ratio]:
     }
 
 
-def page(times: Mapping[str, list[float]], size: int) -> str:
+def page(times: Mapping[str, list[float]], size: Size) -> str:
     """Return the results as a page."""
     rows = [
-        f"| {name} | {ratio} | {'met' if ratio.keeps(GOAL) else 'missed'} |"
+        f"| {name} | {ratio} | {verdict(ratio.keeps(GOAL))} |"
         for name, ratio in ratios(times).items()
     ]
-    fp32_ms = 1e3 * statistics.median(times["fp32"])
+    width, fp32_ms = size.features, 1e3 * statistics.median(times["fp32"])
     return "\n".join(
         [
-            f"Forward and backward of a {size} x {size} x {size} product, emulated, relative to "
+            f"Forward and backward of a {width} x {width} x {width} product, emulated, relative to "
             f"fp32's {fp32_ms:.1f} ms (goal: at most {GOAL:g}; one core, processor time).",
             "",
             "| scaling | times fp32 [95 %] | goal |",
@@ -90,26 +96,15 @@ def page(times: Mapping[str, list[float]], size: int) -> str:
     )
 
 
-def run(size: int, rounds: int, folder: Path | None) -> str:
+def run(size: Size, folder: Path | None) -> str:
     """Measure, and return the page; with a folder, keep it there."""
-    facts: dict[str, Any] = machine.describe()
-    times = measure(size, rounds)
-    facts["load_average_at_end"] = machine.describe()["load_average"]
-    text = f"# Emulated products of 8 and 4 bits\n\n{machine.headline(facts)}.\n\n"
-    text += page(times, size)
-    if folder is not None:
-        machine.keep(folder, "precision_cpu", facts, text, {"seconds": times})
-    return text
 
+    def measured() -> tuple[str, Mapping[str, Any]]:
+        times = measure(size)
+        return page(times, size), {"seconds": times}
 
-def main() -> None:
-    """Measure, print, and write a page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
-    torch.set_num_threads(1)
-    print(run(64, 3, None) if quick else run(1024, 25, machine.RESULTS))
+    return measured_page("Emulated products of 8 and 4 bits", "precision_cpu", measured, folder)
 
 
 if __name__ == "__main__":
-    main()
+    print_page(__doc__, run, Size(), Size(64, 3))

@@ -18,7 +18,6 @@ Losses are those of pages that no training has seen, computed with rounded weigh
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import time
@@ -30,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import machine
-from benchmarks.statistics import Ratio, ratio_of_medians
+from benchmarks.command_line import measured_page, print_page
+from benchmarks.statistics import Ratio, ratio_of_medians, verdict
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.models import GPTModel
 from megatron_lightning.precision import QAT
@@ -176,10 +175,7 @@ def page(seconds: Mapping[str, list[float]], found: list[dict[str, float]], size
         "",
         "| weights | times plain [95 %] | goal |",
         "| --- | --- | --- |",
-        *(
-            f"| {name} | {ratio} | {'met' if ratio.keeps(GOAL) else 'missed'} |"
-            for name, ratio in ratios.items()
-        ),
+        *(f"| {name} | {ratio} | {verdict(ratio.keeps(GOAL))} |" for name, ratio in ratios.items()),
         "",
         f"Held-out losses (nats a byte) of {len(found)} seeds, {size.first_steps} steps and "
         f"{size.further_steps} further ones. A gain is that of a seed over PTQ, and beyond the "
@@ -208,25 +204,14 @@ def _mean(found: list[dict[str, float]], name: str) -> float:
 
 def run(size: Size, folder: Path | None) -> str:
     """Measure, and return the page; with a folder, keep it there."""
-    facts: dict[str, Any] = machine.describe()
-    seconds = times(size)
-    found = [losses(size, seed) for seed in range(size.seeds)]
-    facts["load_average_at_end"] = machine.describe()["load_average"]
-    text = f"# Weights rounded in training\n\n{machine.headline(facts)}.\n\n"
-    text += page(seconds, found, size)
-    if folder is not None:
-        machine.keep(folder, "served_cpu", facts, text, {"seconds": seconds, "losses": found})
-    return text
 
+    def measured() -> tuple[str, Mapping[str, Any]]:
+        seconds = times(size)
+        found = [losses(size, seed) for seed in range(size.seeds)]
+        return page(seconds, found, size), {"seconds": seconds, "losses": found}
 
-def main() -> None:
-    """Measure, print, and write a page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
-    torch.set_num_threads(1)
-    print(run(Size(128, 64, 2, 1, 4, 2), None) if quick else run(Size(), machine.RESULTS))
+    return measured_page("Weights rounded in training", "served_cpu", measured, folder)
 
 
 if __name__ == "__main__":
-    main()
+    print_page(__doc__, run, Size(), Size(128, 64, 2, 1, 4, 2))

@@ -37,6 +37,7 @@ from benchmarks.bench_step import (
     rows,
 )
 from benchmarks.command_line import parser_of
+from benchmarks.statistics import verdict
 from benchmarks.teams import measure
 from benchmarks.variants import Goal, Shape, Variant, ddp, megatron, ours, single_device
 from megatron_lightning.config import TransformerConfig
@@ -185,7 +186,7 @@ def markdown(
         "",
         f"Peak memory above the imports with a vocabulary of {facts['large_vocabulary']}: ours "
         f"{mine:.0f} MiB, Llama {peer:.0f} MiB, ratio {mine / peer:.2f} (goal at most "
-        f"{MEMORY_GOAL}: {'met' if mine <= MEMORY_GOAL * peer else 'not met'}).",
+        f"{MEMORY_GOAL}: {verdict(mine <= MEMORY_GOAL * peer)}).",
         "",
     ]
     return "\n".join(lines)

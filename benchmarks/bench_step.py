@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.command_line import parser_of
-from benchmarks.statistics import Ratio, ratio_of_medians
+from benchmarks.statistics import Ratio, ratio_of_medians, verdict
 from benchmarks.teams import StepTime, measure
 from benchmarks.variants import GOALS, VARIANTS, Goal, Shape, Variant
 
@@ -162,12 +162,12 @@ def comparison_table(comparisons: Sequence[Comparison]) -> list[str]:
         wanted = "" if goal.ratio is None else f"{goal.ratio:.2f}"
         lines.append(
             f"| {goal.ours} | {peer} | {wanted} | {comparison.cpu} | {comparison.wall} | "
-            f"{verdict(comparison)} |"
+            f"{judgment(comparison)} |"
         )
     return lines
 
 
-def verdict(comparison: Comparison) -> str:
+def judgment(comparison: Comparison) -> str:
     """Return by which measures the goal is met."""
     goal = comparison.goal
     if goal.ratio is None:
@@ -178,8 +178,7 @@ def verdict(comparison: Comparison) -> str:
         else {"wall": comparison.wall}
     )
     return "; ".join(
-        f"{name} {'met' if ratio.meets(goal.ratio) else 'not met'}"
-        for name, ratio in measures.items()
+        f"{name} {verdict(ratio.meets(goal.ratio))}" for name, ratio in measures.items()
     )
 
 

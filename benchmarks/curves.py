@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
-import os
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks import curves_megatron, curves_tuning, machine
+from benchmarks.curves_trainers import silence, train_with_transformers, train_with_trl
 from benchmarks.ranks import run
 from benchmarks.small_runs import num_ranks, one_epoch
 from megatron_lightning.cards.header import read_record
@@ -212,7 +210,7 @@ def train(
         steps: Those of this run.
         checkpoint: Read if the steps begin later, else written if they end earlier.
     """
-    _quiet()
+    silence()
     losses, begin = _Losses(), time.process_time()
     settings: dict[str, Any] = {
         "learning_rate": contract.peak_lr, "min_learning_rate": contract.min_lr,
@@ -240,41 +238,6 @@ def train(
     return losses.values, time.process_time() - begin
 
 
-def train_with_transformers(contract: Contract, folder: str) -> tuple[list[float], float]:
-    """Train with the Trainer of ``transformers``, its optimizer and its schedule."""
-    from torch.utils.data import SequentialSampler
-    from transformers import LlamaForCausalLM, Trainer, TrainingArguments
-
-    _quiet()
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)  # accelerate would take them for a launcher's
-    losses: list[float] = []
-
-    class InOrder(Trainer):  # type: ignore[misc]
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return SequentialSampler(rows)
-
-        def compute_loss(self, *args: Any, **options: Any) -> Any:
-            loss = super().compute_loss(*args, **options)
-            losses.append(float(loss.detach()))
-            return loss
-
-    rows: Any = [{"input_ids": row, "labels": row} for row in token_rows(contract)]
-    begin = time.process_time()
-    arguments = TrainingArguments(
-        tempfile.mkdtemp(), per_device_train_batch_size=contract.rows, max_steps=contract.steps,
-        learning_rate=contract.peak_lr, lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr": contract.min_lr}, warmup_steps=contract.warmup_steps,
-        adam_beta1=contract.betas[0], adam_beta2=contract.betas[1], adam_epsilon=contract.eps,
-        weight_decay=contract.weight_decay, max_grad_norm=contract.clip, save_strategy="no",
-        report_to=[], use_cpu=True, disable_tqdm=True, dataloader_num_workers=0,
-        logging_strategy="no",
-    )  # fmt: skip
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    InOrder(model=model, args=arguments, train_dataset=rows).train()
-    return losses, time.process_time() - begin
-
-
 def measure(name: str, contract: Contract) -> dict[str, Any]:
     """Return the record of a curve."""
     plan, header = PLANS[name], machine.describe(f"python -m benchmarks.curves {name}")
@@ -285,15 +248,10 @@ def measure(name: str, contract: Contract) -> dict[str, Any]:
         parts: list[list[tuple[list[float], float]]] = []
         if plan.tuning == "lora":
             curves_tuning.make_adapter(folder, contract.seed)
-        if name == "megatron" or name.startswith("trl"):
-            peer: Any = partial(curves_tuning.train_with_trl, plan)
-            if name == "megatron":
-                peer = curves_megatron.train
+        if peer := _peer(name, plan):
             trained = run(1, peer, contract, folder, token_rows(contract), limit_s=_LIMIT_S)
             header["versions"] |= trained[0][2]
             parts.append([trained[0][:2]])
-        elif name == "transformers":
-            parts.append(run(1, train_with_transformers, contract, folder, limit_s=_LIMIT_S))
         else:
             middle = contract.steps // 2 if plan.then else contract.steps
             stops = [(plan, range(middle))]
@@ -310,6 +268,15 @@ def measure(name: str, contract: Contract) -> dict[str, Any]:
         "header": header, "curve": name, "contract": _plain(contract),
         "processor_seconds": round(seconds, 1), "losses": losses,
     }  # fmt: skip
+
+
+def _peer(name: str, plan: Plan) -> Callable[..., Any] | None:
+    """Return the function that trains a curve of another trainer."""
+    if name == "transformers":
+        return train_with_transformers
+    if name == "megatron":
+        return curves_megatron.train
+    return partial(train_with_trl, plan) if name.startswith("trl") else None
 
 
 def kept(contract: Contract, folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
@@ -337,12 +304,6 @@ def contract_of(plan: Plan, contract: Contract) -> Contract:
 def _plain(contract: Contract) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(json.dumps(asdict(contract)))
     return plain
-
-
-def _quiet() -> None:
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "megatron_lightning", "transformers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def main(

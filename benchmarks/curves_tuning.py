@@ -6,10 +6,6 @@ LoRA also with the same factors, which ``peft`` has drawn.
 
 from __future__ import annotations
 
-import os
-import tempfile
-import time
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +16,7 @@ from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
 from megatron_lightning.peft import load_adapters
 
 if TYPE_CHECKING:
-    from benchmarks.curves import Contract, Plan
+    from benchmarks.curves import Plan
 
 RANK, ALPHA = 8, 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -77,61 +73,3 @@ def make_adapter(folder: str, seed: int) -> None:
     }  # fmt: skip
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(**options))
     model.save_pretrained(adapter_folder(folder))
-
-
-def train_with_trl(
-    plan: Plan, contract: Contract, folder: str, rows: Tensor
-) -> tuple[list[float], float, dict[str, str]]:
-    """Train by TRL's ``SFTTrainer``, or by the Trainer of ``transformers`` with ``peft``; return
-    losses, processor seconds and versions.
-    """
-    from datasets import Dataset
-    from peft import PeftModel
-    from torch.utils.data import SequentialSampler
-    from transformers import AutoModelForCausalLM
-    from trl import SFTConfig, SFTTrainer
-
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)  # accelerate would take them for a launcher's
-    losses: list[float] = []
-    columns = {"input_ids": rows.tolist(), "labels": [labels_of(row).tolist() for row in rows]}
-
-    class InOrder(SFTTrainer):  # type: ignore[misc]
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return SequentialSampler(columns["input_ids"])
-
-        def compute_loss(self, *args: Any, **options: Any) -> Any:
-            loss = super().compute_loss(*args, **options)
-            losses.append(float((loss[0] if isinstance(loss, tuple) else loss).detach()))
-            return loss
-
-    begin = time.process_time()
-    arguments = SFTConfig(
-        tempfile.mkdtemp(), per_device_train_batch_size=contract.rows, max_steps=contract.steps,
-        learning_rate=contract.peak_lr, lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr": contract.min_lr}, warmup_steps=contract.warmup_steps,
-        adam_beta1=contract.betas[0], adam_beta2=contract.betas[1], adam_epsilon=contract.eps,
-        weight_decay=contract.weight_decay, max_grad_norm=contract.clip, save_strategy="no",
-        report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, max_length=None,
-        disable_tqdm=True, dataset_kwargs={"skip_prepare_dataset": True}, logging_strategy="no",
-    )  # fmt: skip
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if plan.tuning == "lora":
-        model = PeftModel.from_pretrained(model, adapter_folder(folder), is_trainable=True)
-    InOrder(
-        model=model,
-        args=arguments,
-        train_dataset=Dataset.from_dict(columns),
-        processing_class=_tokenizer(contract.vocab_size),
-    ).train()
-    return losses, time.process_time() - begin, {name: version(name) for name in ("trl", "peft")}
-
-
-def _tokenizer(vocabulary: int) -> Any:
-    """Return a tokenizer that the Trainer asks for, and that nothing encodes with."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{number}": number for number in range(vocabulary)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w1")

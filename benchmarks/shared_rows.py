@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import hf_families, machine
 from benchmarks.command_line import parser_of
 from benchmarks.ranks import run
+from benchmarks.statistics import verdict
 from megatron_lightning.layers.context.ring import RingAttention
 from megatron_lightning.layers.shared_rows.entry import SharedRows
 from megatron_lightning.layers.shared_rows.mixers import SharingRanks
@@ -144,7 +145,7 @@ def page(results: list[dict[str, Any]], length: int) -> str:
     def met(value: float | None, goal: float | None) -> str:
         if value is None or goal is None:
             return " | "
-        return f"{goal:.2f} | {'met' if value <= goal else 'missed'}"
+        return f"{goal:.2f} | {verdict(value <= goal)}"
 
     lines = [
         f"Rows of {length} tokens. Windows and chunks are a quarter of a row.",
@@ -155,7 +156,7 @@ def page(results: list[dict[str, Any]], length: int) -> str:
     ]
     for row in results:
         adds = "" if row["adds"] is None else f"{row['adds']:.3f}"
-        start = "met" if row["start"] <= START_STEPS else "missed"
+        start = verdict(row["start"] <= START_STEPS)
         lines.append(
             f"| {row['family']} | {row['kinds']} | {row['kept']:.3f} | "
             f"{met(row['kept'], row['kept_goal'])} | {adds} | {met(row['adds'], row['adds_goal'])} "

@@ -40,6 +40,11 @@ class Ratio:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
+def verdict(is_met: bool) -> str:
+    """Return a goal in words."""
+    return "met" if is_met else "missed"
+
+
 def ratio_of_medians(
     numerator: Sequence[float], denominator: Sequence[float], *, seed: int = 0
 ) -> Ratio:

@@ -54,4 +54,4 @@ def test_the_page_says_what_is_met():
     page = markdown(result, QUICK)
     assert "| zero1 | 2 | 4.0000 | 4.0000 | yes | 0.00% | 12.100 | 12.000 | yes |" in page
     assert "| dp2 | 100 | 1.000 [0.900, 1.100] | met |" in page
-    assert "0.500 [0.400, 0.600], not met" in page
+    assert "0.500 [0.400, 0.600], missed" in page

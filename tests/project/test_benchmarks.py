@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from benchmarks import bench_context, bench_precision, gpu_cases, gpu_precision
 from benchmarks.bench_checkpoint import run as run_checkpoints
-from benchmarks.bench_step import QUICK, compare, largest_loss_difference, run, verdict
+from benchmarks.bench_step import QUICK, compare, judgment, largest_loss_difference, run
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.cases import CASES, run_items
 from benchmarks.gpu.record import Record, markdown
@@ -54,7 +54,7 @@ def test_the_slowest_rank_and_rank_zero_count_and_the_bubble_is_wall_time_only()
     comparison = compare(steps, Goal(ours="pp2", peer="dp2", ratio=0.95, ideal=0.8))
     assert comparison.wall.value == pytest.approx(1.0)  # 1.25 times slower is all bubble
     assert comparison.cpu.value == pytest.approx(0.8)
-    assert verdict(comparison) == "wall met"
+    assert judgment(comparison) == "wall met"
 
 
 def test_losses_that_differ_are_noticed():
@@ -203,7 +203,7 @@ def test_trainings_with_fp8_run(monkeypatch, backend):
 
 
 def test_quantized_products_are_measured() -> None:
-    page = bench_precision.run(32, 2, None)
+    page = bench_precision.run(bench_precision.Size(32, 2), None)
     assert all(f"| {scaling} |" in page for scaling in bench_precision.SCALINGS)
 
 
