@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from html import escape
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,6 +83,11 @@ def distance(found: Sequence[float], beside: Sequence[float], window: int = WIND
     return Distance(single[0], equal, max(single), means[farthest], (farthest + 1) * window)
 
 
+def runs(record: Mapping[str, Any]) -> list[Sequence[float]]:
+    """Return the losses of a curve, and of its second run."""
+    return [each["losses"] for each in (record, record.get("again")) if each is not None]
+
+
 def _relative(found: Sequence[float], beside: Sequence[float]) -> list[float]:
     return [abs(a - b) / abs(b) for a, b in zip(found, beside, strict=True)]
 
@@ -119,6 +124,12 @@ def tables(records: Mapping[str, Mapping[str, Any]], contract: Contract) -> Iter
     yield from _in_words(records)
     yield from (f"- {note}" for names, note in _NOTES if records.keys() >= set(names))
     yield ""
+    if twice := {name: runs(record) for name, record in records.items() if "again" in record}:
+        parted = max(max(_relative(again, first)) for first, again in twice.values())
+        yield (
+            f"Run twice: {', '.join(twice)}. The bounds above hold for both runs, which differ by "
+            f"{parted:.1e} at most."
+        )
     yield f"Not run: {', '.join(missing) or 'none'}."
     yield ""
     yield from _origins({name: record["header"] for name, record in records.items()})
@@ -154,17 +165,22 @@ def _different(facts: Mapping[str, str], than: Mapping[str, str]) -> str:
 def _in_words(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield to which digit, and for how long, curves of fp32 are equal to those beside them."""
     for what, of in _KINDS.items():
-        found = [
-            distance(record["losses"], records[beside]["losses"])
-            for name, record in records.items()
+        besides = {
+            name: beside
+            for name in records
             if (beside := PLANS[name].beside) in records and beside is not None
             and PLANS[name].precision == "32-true" and not PLANS[name].rounding
             and (bool(PLANS[name].experts), PLANS[name].tuning) == of
-        ]  # fmt: skip
+        }  # fmt: skip
+        found = [
+            distance(losses, others)
+            for name, beside in besides.items()
+            for losses, others in product(runs(records[name]), runs(records[beside]))
+        ]
         if found:
             yield (
-                f"- {what} in fp32: {len(found)} curve{'s' * (len(found) > 1)}, equal to the curve "
-                f"beside to 1e-5 for {min(each.equal_steps for each in found)} steps, to "
+                f"- {what} in fp32: {len(besides)} curve{'s' * (len(besides) > 1)}, equal to the "
+                f"curve beside to 1e-5 for {min(each.equal_steps for each in found)} steps, to "
                 f"{max(each.single for each in found):.1e} in every step, and to "
                 f"{max(each.averaged for each in found):.1e} averaged over {WINDOW} steps."
             )

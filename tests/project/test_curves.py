@@ -117,6 +117,24 @@ def test_the_page_speaks_of_kept_curves_alone_and_compares_their_versions() -> N
     assert "numpy missing (rounded)" in words("one", "rounded")
 
 
+def test_bounds_hold_for_both_runs_of_a_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = {"one": [1.0] * 50, "zero1": [1.0] * 50}
+    monkeypatch.setattr(curves, "measure", lambda name, c: _record(c, losses[name]))
+    arguments = ["one", "zero1", "--results", str(tmp_path)]
+    assert curves.main(arguments, Contract()) == 0
+    losses["zero1"] = [1.0] * 49 + [1.5]
+    assert curves.main(["zero1", "--again", "--results", str(tmp_path)], Contract()) == 0
+    losses["zero1"] = [9.0] * 50
+    assert curves.main(["zero1", "--again", "--results", str(tmp_path)], Contract()) == 0
+    records = curves.kept(Contract(), tmp_path)
+    assert records["zero1"]["losses"][-1] == 1.0  # the first run stays
+    words = "\n".join(curves_page.tables(records, Contract()))
+    assert "1 curve, equal to the curve beside to 1e-5 for 49 steps, to 5.0e-01 in" in words
+    assert "Run twice: zero1. The bounds above hold for both runs, which differ by 5.0e-01" in words
+
+
 def test_a_run_goes_on_curve_by_curve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
