@@ -2,24 +2,29 @@
 
     python -m benchmarks.maximal_update                 # slopes, in seconds
     python -m benchmarks.maximal_update --picture docs/images/maximal_update.svg
-    python -m benchmarks.maximal_update --transfer      # 7 rates x 3 widths x 3 seeds: hours
+    python -m benchmarks.maximal_update --transfer --work runs.jsonl --write
 
 *Coordinate check*: activations of a small GPT change in 1, 3 and 10 steps by as much at every
-width. Printed is the slope of the log of the mean change over the log of the width. *Transfer*: the
-rate at the minimum of a parabola through the losses of 7 rates, in steps of sqrt(2).
+width. Printed is the slope of the log of the mean change over the log of the width. *Transfer*: 7
+rates x 3 widths x 3 seeds, in an hour of a core; the best rate of a width is the minimum of a
+parabola through the losses, in steps of sqrt(2). A line of the work file is a training, so that a
+run continues after the last one.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks import machine
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import MaximalUpdate
@@ -27,8 +32,11 @@ from megatron_lightning.optim import MaximalUpdate
 READ = ("linear_qkv", "linear_proj", "linear_fc2", "output_layer")
 """Modules whose outputs are compared."""
 STEPS, VOCABULARY, SEQUENCE = (1, 3, 10), 64, 32
-RATES = [2**-9 * math.sqrt(2) ** n for n in range(-3, 4)]
+MIDDLE = 2**-9
+"""The middle rate of a transfer."""
 Slopes = dict[tuple[str, int], float]
+Place = tuple[Any, ...]
+"""Parametrization, width, rate and seed of a training."""
 
 
 def _module(width: int, rule: MaximalUpdate | None, rate: float, seed: int) -> GPTLightningModule:
@@ -148,16 +156,75 @@ def _loss(width: int, rule: MaximalUpdate | None, rate: float, seed: int, steps:
     return sum(losses[-20:]) / 20
 
 
-def best_step(rule: MaximalUpdate | None, width: int, seeds: int, steps: int) -> float:
-    """Return the best rate of a width, in steps of sqrt(2) from the middle rate."""
-    losses = [
-        sum(_loss(width, rule, rate, seed, steps) for seed in range(seeds)) / seeds
-        for rate in RATES
-    ]
-    x = torch.arange(-3.0, 4.0, dtype=torch.float64)
+class Sweep(NamedTuple):
+    """Trainings of all rates, widths and seeds, with and without maximal updates."""
+
+    widths: Sequence[int]
+    seeds: int
+    steps: int
+    rates: Sequence[float]
+
+    def losses(self, work: Path | None) -> dict[Place, float]:
+        """Return the loss of every training, from the work file or trained."""
+        found: dict[Place, float] = {}
+        if work is not None and work.exists():
+            found = {tuple(place): loss for *place, loss in map(json.loads, work.open())}
+        rules = {"maximal": MaximalUpdate(base_width=min(self.widths)), "standard": None}
+        for seed, width in itertools.product(range(self.seeds), self.widths):
+            for label, rate in itertools.product(rules, self.rates):
+                place = (label, width, rate, seed)
+                if place not in found:
+                    found[place] = _loss(width, rules[label], rate, seed, self.steps)
+                    if work is not None:
+                        with work.open("a") as file:
+                            file.write(json.dumps([*place, found[place]]) + "\n")
+        return found
+
+    def page(self, losses: Mapping[Place, float]) -> list[str]:
+        """Return a table with the mean loss of each rate, and the best rate of each width."""
+        head = ["", "width", *(f"{rate:.2e}" for rate in self.rates), "best step"]
+        lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        moves = []
+        for label in ("maximal", "standard"):
+            best = {}
+            for width in self.widths:
+                row = [
+                    sum(losses[label, width, rate, seed] for seed in range(self.seeds)) / self.seeds
+                    for rate in self.rates
+                ]
+                best[width] = best_step(row)
+                cells = [label, str(width), *(f"{loss:.4f}" for loss in row), f"{best[width]:+.2f}"]
+                lines.append(f"| {' | '.join(cells)} |")
+            move = max(best.values()) - min(best.values())
+            moves.append(f"{label}: the best rate moves by {move:.2f} steps of sqrt(2)")
+        return [*lines, "", *moves]
+
+
+def best_step(losses: Sequence[float]) -> float:
+    """Return the minimum of a parabola through the losses of rates, in steps from the middle
+    rate.
+    """
+    half = len(losses) // 2
+    x = torch.arange(-half, half + 1, dtype=torch.float64)
     powers = torch.stack([x**2, x, torch.ones_like(x)], dim=1)
     a, b, _ = torch.linalg.lstsq(powers, torch.tensor(losses, dtype=torch.float64)).solution
     return float(-b / (2 * a))
+
+
+def _transfer(sweep: Sweep, work: Path | None, *, is_kept: bool) -> None:
+    facts = machine.describe()
+    losses = sweep.losses(work)
+    lines = [
+        f"{sweep.seeds} seeds, {sweep.steps} steps of 16 rows of {SEQUENCE} tokens, 2 layers, "
+        "AdamW; the mean loss of the last 20 steps.",
+        "",
+        *sweep.page(losses),
+    ]
+    print("\n".join(lines))
+    if is_kept:
+        page = ["# Transfer of learning rates", "", f"{machine.headline(facts)}.", "", *lines, ""]
+        numbers = {"losses": [[*place, loss] for place, loss in losses.items()]}
+        machine.keep(machine.RESULTS, "maximal_update_cpu", facts, "\n".join(page), numbers)
 
 
 def main() -> None:
@@ -168,14 +235,16 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 512])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rate", type=float, default=MIDDLE, help="the middle of 7 rates")
+    parser.add_argument("--work", type=Path, help="file with a line per training")
+    parser.add_argument("--write", action="store_true", help="write a page to results/")
     options = parser.parse_args()
-    rules = {"maximal": MaximalUpdate(base_width=min(options.widths)), "standard": None}
     if options.transfer:
-        for label, rule in rules.items():
-            for width in options.widths:
-                best = best_step(rule, width, options.seeds, options.steps)
-                print(f"{label}, width {width}: best rate {best:+.2f} steps of sqrt(2)", flush=True)
+        rates = [options.rate * math.sqrt(2) ** n for n in range(-3, 4)]
+        sweep = Sweep(options.widths, options.seeds, options.steps, rates)
+        _transfer(sweep, options.work, is_kept=options.write)
         return
+    rules = {"maximal": MaximalUpdate(base_width=min(options.widths)), "standard": None}
     slopes = {label: change_slopes(rule) for label, rule in rules.items()}
     for key, value in slopes["maximal"].items():
         print(f"{key[0]}, {key[1]} steps: {value:+.2f}, standard {slopes['standard'][key]:+.2f}")

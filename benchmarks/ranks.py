@@ -23,6 +23,7 @@ def _rank_main(
     size: int,
     store: str,
     pipe: Connection,
+    limit_s: float,
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(
@@ -44,7 +45,7 @@ def _rank_main(
                 store=dist.FileStore(store, size),
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(seconds=60),
+                timeout=timedelta(seconds=max(60.0, limit_s / 2)),
             )
         pipe.send((True, body(*args)))
     except BaseException:
@@ -66,7 +67,8 @@ def run(size: int, body: Callable[..., Any], *args: Any, limit_s: float) -> list
         for rank in range(size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(body, args, rank, size, f"{folder}/store", sender)
+                target=_rank_main,
+                args=(body, args, rank, size, f"{folder}/store", sender, limit_s),
             )
             process.start()
             sender.close()
