@@ -30,10 +30,10 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.launch.restart import run_with_restarts
 from megatron_lightning.modules.gpt import GPTLightningModule
 from megatron_lightning.modules.language_model import LanguageModule
-from megatron_lightning.modules.named_optimizer import NamedOptimizer
 from megatron_lightning.modules.objective import ObjectiveModule
 from megatron_lightning.modules.pretrain_data import PretrainDataModule
 from megatron_lightning.optim import ScheduledLR
+from megatron_lightning.optim.named_optimizer import NamedOptimizer
 from megatron_lightning.resilience.restart import Restarts
 from megatron_lightning.strategies.megatron import MegatronStrategy
 

@@ -17,7 +17,6 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.moe import balance_experts
 from megatron_lightning.layers.step_report import log_reports
 from megatron_lightning.modules.frozen_parameters import FrozenParameters
-from megatron_lightning.modules.named_optimizer import NamedOptimizer, PlainValue, check_defaults
 from megatron_lightning.modules.schedule_lengths import (
     Lengths,
     ScheduleName,
@@ -30,6 +29,7 @@ from megatron_lightning.optim.maximal_update import (
     Scaling,
     scale_eps,
 )
+from megatron_lightning.optim.named_optimizer import NamedOptimizer, PlainValue, check_defaults
 from megatron_lightning.optim.param_groups import (
     NO_DECAY,
     ParamGroup,

@@ -203,15 +203,22 @@ class Scaling:
             rule.check_shapes_alone()
             return cls(rule, shapes)
         if isinstance(config, TransformerConfig):
-            depth = 1.0 if rule.base_depth is None else config.num_layers / rule.base_depth
-            return cls(
-                rule, width=rule.width_ratio(config), head=rule.head_ratio(config), depth=depth
-            )
+            return cls.of_config(config, rule)
         raise ConfigError(
             f"maximal updates of {type(module).__name__} need base_shapes. Set "
             "self.base_shapes = base_shapes(model, base) in __init__, of your model and of the "
             "same model in its base width."
         )
+
+    @classmethod
+    def of_config(cls, config: TransformerConfig, rule: MaximalUpdate) -> Scaling:
+        """Return the factors of a GPTModel.
+
+        Raises:
+            ConfigError: If the rule has no ``base_width``, or the model is of another kind.
+        """
+        depth = 1.0 if rule.base_depth is None else config.num_layers / rule.base_depth
+        return cls(rule, width=rule.width_ratio(config), head=rule.head_ratio(config), depth=depth)
 
     def growth(self, name: str, num_dims: int) -> Growth:
         """Return the growth of a parameter's dims.

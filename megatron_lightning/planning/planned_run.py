@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 from megatron_lightning.config import (
     CompileScope,
@@ -51,6 +53,12 @@ class PlannedRun:
     compile: CompileScope | None
     rounds_weights: bool = False
     """Whether the forward rounds the weights of blocks (``qat``)."""
+    optimizer: Any = None
+    """The optimizer's class path, or its section with class path and arguments. None: AdamW."""
+    maximal_update: Mapping[str, Any] | None = None
+    """Arguments of ``MaximalUpdate``. None: learning rates are not scaled."""
+    param_groups: Sequence[Mapping[str, Any]] | None = None
+    """Arguments of ``ParamGroup``, row by row. None: norms and biases do not decay."""
 
     @property
     def num_nodes(self) -> int:

@@ -12,6 +12,7 @@ from megatron_lightning.planning.plan_report import describe, describe_fit, repo
 from megatron_lightning.planning.planned_run import MeasuredRecipe, PlannedRun, Recipe
 from megatron_lightning.planning.search.devices import PlannedDevice, planned_device
 from megatron_lightning.recipe_reading.recipe_reader import read_recipe
+from megatron_lightning.recipe_reading.step_plan import step_sections, step_text
 
 _SECTIONS = ("grid", "stages", "bytes", "flops", "bubble")
 
@@ -26,8 +27,10 @@ def plan(
     json: bool = False,
 ) -> tuple[str, bool]:
     """Show the effects of a configuration file: rank grid, stages, memory, operations and bubble.
+    With another optimizer than AdamW also what owners of full tensors send and keep in a step, and
+    the groups of maximal updates.
 
-    Nothing is started, and no model is built.
+    Nothing is started, and no weights are made.
 
     Args:
         config: Path to a configuration file of `megatron-lightning fit`. With several files, later
@@ -39,8 +42,8 @@ def plan(
             h200, b200, a100, or cpu:GIB.
         search: List the layouts that fit into the device, the fastest first, instead of the
             recipe's own.
-        json: Print JSON with the keys grid, stages, bytes, flops, bubble and errors, or search and
-            errors.
+        json: Print JSON with the keys grid, stages, bytes, flops, bubble and errors, and where they
+            apply owners and param_groups, or search and errors.
 
     Returns:
         The text, and whether the configuration has no errors and fits into the device.
@@ -55,6 +58,9 @@ def plan(
     if search:
         return _search(recipe, target, errors, as_json=json)
     sections_found = None if recipe is None else describe(recipe, errors)
+    if sections_found is not None and recipe is not None:
+        of_step = step_sections(recipe, errors)
+        sections_found = None if errors.found else {**sections_found, **of_step}
     # The exit status says whether the plan holds: no mistake, and room on the device.
     fits = True
     if sections_found is not None and recipe is not None and target is not None:
@@ -68,7 +74,7 @@ def plan(
     elif sections_found is None:
         text = "\n".join(f"error: {message}" for message in errors.found)
     else:
-        text = "\n".join(report_text(sections_found))
+        text = "\n".join([*report_text(sections_found), *step_text(sections_found)])
     return text, sections_found is not None and fits
 
 

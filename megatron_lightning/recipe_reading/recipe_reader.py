@@ -91,8 +91,7 @@ def read_recipe(
         "recompute": settings.recompute or RecomputeOptions(),
         "schedule": settings.pipeline_schedule,
         "compile": settings.compile,
-        "rounds_weights": read_object(sections.get("model"), "model", errors)[1].get("qat")
-        is not None,
+        **_step(sections.get("model"), errors),
     }
     if isinstance(model, TransformerConfig):
         return Recipe(model=model, **run)
@@ -172,6 +171,25 @@ def _adapters(given: Any, errors: Errors) -> AdapterSizes | None:
         return None
     _, options = read_object(arguments["peft"], "model.peft", errors)
     return errors.attempt(AdapterSizes.of_options, options)
+
+
+def _step(given: Any, errors: Errors) -> dict[str, Any]:
+    """Return what the model's section says of the optimizer step."""
+    _, arguments = read_object(given, "model", errors)
+    rule = arguments.get("maximal_update")
+    rows = arguments.get("param_groups")
+    return {
+        "rounds_weights": arguments.get("qat") is not None,
+        "optimizer": arguments.get("optimizer"),
+        "maximal_update": (
+            None if rule is None else read_object(rule, "model.maximal_update", errors)[1]
+        ),
+        "param_groups": (
+            [read_object(row, "model.param_groups", errors)[1] for row in rows]
+            if isinstance(rows, list)
+            else None
+        ),
+    }
 
 
 def _fp8_recipe(plugins: Any, errors: Errors) -> FP8Recipe | None:

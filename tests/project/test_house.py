@@ -141,7 +141,7 @@ FULL_ROOMS = {
     "bridge/families": 1,
     "callbacks": 8,
     "config": 8,
-    "modules": 15,
+    "modules": 14,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-_MIB = 2**20
+_MIB, _GIB = 2**20, 2**30
 _MAIN = 4  # bytes of an element of main params and gradients
 _COPIES = 2
 """Main param and gradient."""
@@ -57,12 +57,11 @@ def describe_owners(classes: Sequence[str], traffic: Traffic) -> str:
     mean = sum(traffic.owned) / max(1, len(traffic.owned))
     fullest = max(traffic.owned, default=0)
     ratio = f"{fullest / mean:.2f} x the mean" if mean else "nothing"
-    peak = f"{traffic.peak_bytes / _MIB:.1f} MiB"
     return (
         f"{', '.join(classes)} reads full tensors, so one of {len(traffic.owned)} ranks owns and "
-        f"steps each. A step sends {traffic.num_sent / _MIB:.1f} MiB between them. The fullest "
+        f"steps each. A step sends {_size(traffic.num_sent)} between them. The fullest "
         f"rank owns {fullest:,} elements ({ratio}; the largest tensor has {traffic.largest:,}), "
-        f"and holds {peak} of full tensors at its peak, beside the state."
+        f"and holds {_size(traffic.peak_bytes)} of full tensors at its peak, beside the state."
     )
 
 
@@ -75,7 +74,11 @@ def describe_stack(classes: Sequence[str], traffic: Traffic) -> str:
     """
     return (
         f"{', '.join(classes)} steps the stacked experts of a layer as one tensor, so one rank "
-        f"owns up to {traffic.stack * _MAIN / _MIB:.1f} MiB of experts in one piece, beside the "
+        f"owns up to {_size(traffic.stack * _MAIN)} of experts in one piece, beside the "
         "state, which expert parallelism does not divide. Use an optimizer that steps each matrix "
         "alone, such as Muon, for the experts: ChainedOptimizer(Muon(experts), ...)."
     )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:,.1f} MiB" if num_bytes < _GIB else f"{num_bytes / _GIB:,.1f} GiB"
