@@ -64,9 +64,9 @@ class Training:
         replicas = context.dp_cp.size
         data_parallel = effective_data_parallel(options.data_parallel, optimizers, replicas)
         self.optimizers = optimizers
+        """The user's, when the fit began."""
         for optimizer in optimizers:
             scale_eps(optimizer)
-        """The user's, when the fit began."""
         self.schedules = [
             config.scheduler for config in schedulers if isinstance(config.scheduler, ScheduledLR)
         ]

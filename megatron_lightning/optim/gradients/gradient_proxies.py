@@ -7,11 +7,13 @@ runs counts. Our own code reads the gradients behind by :func:`gradient_of`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 Use: TypeAlias = "Callable[[StandIn, Callable[..., Any]], None]"
 """Called with a stand-in and a function of torch, before the function."""
@@ -97,6 +99,7 @@ class StandIns:
         self._use = use
         self._absent: dict[tuple[torch.Size, torch.dtype, torch.device], StandIn] = {}
         self._placed: list[tuple[nn.Parameter, StandIn]] = []
+        self._handles: list[RemovableHandle] = []
 
     def __bool__(self) -> bool:
         return bool(self._placed)
@@ -115,6 +118,8 @@ class StandIns:
                 if key not in self._absent:
                     self._absent[key] = StandIn.of(parameter, self._use)
                 self._place(parameter, self._absent[key])
+                handle = parameter.register_hook(partial(_make_way, parameter))
+                self._handles.append(handle)
 
     def _place(self, parameter: nn.Parameter, stand_in: StandIn) -> None:
         parameter.grad = stand_in
@@ -129,4 +134,13 @@ class StandIns:
             elif parameter.grad is None:
                 cleared.append((parameter, stand_in))
         self._placed.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         return cleared
+
+
+def _make_way(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Clear a stand-in before autograd adds a gradient to it: it has no memory."""
+    if isinstance(parameter.grad, StandIn):
+        parameter.grad = None

@@ -243,6 +243,8 @@ class GradientGuard:
             )
         for name, parameter, gradient, version in self._before:
             view, version_now = _version(parameter)
+            if gradient is None and self._may_clear:
+                continue  # a backward pass of the user's own, which unreduced_gradients judges
             if view is None or (view is gradient and version_now == version) or not view.any():
                 continue
             self._refuse(

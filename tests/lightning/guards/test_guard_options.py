@@ -255,8 +255,9 @@ def test_a_guard_is_passed_by_its_name(guard: str, tmp_path: Path) -> None:
         refuses = {"warns"} if guard in ONLY_WARN else {"refuses"}
         assert ranks[0][:3] == [set(), set(), {"warns"}] and refuses <= ranks[0][3]
     else:
-        ranks = run(layout, _body, tmp_path, guard, ["ignore"])
-        assert {"refuses"} in ranks[0] + ranks[-1]
+        for mode in ("refuse", "ignore"):
+            ranks = run(layout, _body, tmp_path, guard, [mode])
+            assert {"refuses"} in ranks[0] + ranks[-1], mode
         ranks = run(layout, _body, tmp_path, guard, [passed])
         assert not {"refuses", "warns"} & ranks[0][0]
 

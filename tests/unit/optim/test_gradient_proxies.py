@@ -69,3 +69,15 @@ def test_a_missing_gradient_is_none_again_unless_cleared() -> None:
     stand_ins.replace_missing(layer.parameters())
     layer.weight.grad = None
     assert stand_ins.remove() and layer.bias.grad is None
+
+
+def test_a_backward_pass_gives_a_gradient_in_the_place_of_a_stand_in() -> None:
+    layer = nn.Linear(3, 2)
+    stand_ins = StandIns(lambda *_: None)
+    stand_ins.replace_missing(layer.parameters())
+    for _ in range(2):  # autograd cannot add to a tensor without memory
+        layer(torch.ones(4, 3)).sum().backward()
+    assert not stand_ins.remove()
+    assert type(layer.weight.grad) is Tensor and torch.equal(
+        layer.weight.grad, torch.full((2, 3), 8.0)
+    )
