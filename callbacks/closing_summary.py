@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from megatron_lightning.callbacks.counting import num_data_ranks, num_samples, num_tokens
-from megatron_lightning.callbacks.last_losses import LastLosses
+from megatron_lightning.callbacks.progress.last_losses import LastLosses
 
 
 class ClosingSummary(pl.Callback):

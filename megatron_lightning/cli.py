@@ -192,7 +192,7 @@ def _run(command: str, options: list[str]) -> None:
     elif command in _TOOLS:
         _use_tool(command, importlib.import_module(_TOOLS[command]).COMMANDS, options)
     elif command == "data":
-        from megatron_lightning.modules.data_commands import COMMANDS as TOOLS
+        from megatron_lightning.modules.data_modules.data_commands import COMMANDS as TOOLS
 
         _use_tool(command, TOOLS, _with_overrides(options))
     else:

@@ -19,9 +19,9 @@ from typing_extensions import override
 
 from megatron_lightning import callbacks, modules
 from megatron_lightning.callbacks.closing_summary import ClosingSummary
-from megatron_lightning.callbacks.progress_bars import count_to_max_steps
-from megatron_lightning.callbacks.progress_lines import use_lines_in_files
-from megatron_lightning.callbacks.short_runs import LogShortRuns
+from megatron_lightning.callbacks.progress.progress_bars import count_to_max_steps
+from megatron_lightning.callbacks.progress.progress_lines import use_lines_in_files
+from megatron_lightning.callbacks.progress.short_runs import LogShortRuns
 from megatron_lightning.checkpoint.format.class_paths import check_classes, check_instantiators
 from megatron_lightning.checkpoint.format.plain_state import load_plain_file
 from megatron_lightning.cli_parser import OneLineParser

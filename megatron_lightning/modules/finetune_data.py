@@ -14,9 +14,9 @@ from megatron_lightning.data.chat.template_texts import without_marks
 from megatron_lightning.data.images.row_entries import IMAGES, without_unused
 from megatron_lightning.data.rows.finetune_data import FinetuneData
 from megatron_lightning.data.run_data import Batch
-from megatron_lightning.modules.data_checks import check_images, check_model
+from megatron_lightning.modules.data_modules.data_checks import check_images, check_model
+from megatron_lightning.modules.data_modules.run_data_module import RunDataModule
 from megatron_lightning.modules.folder_module import FolderModule
-from megatron_lightning.modules.run_data import RunDataModule
 from megatron_lightning.modules.taught_texts import apply_text_record
 from megatron_lightning.pipeline.batch.microbatches import split_batch
 

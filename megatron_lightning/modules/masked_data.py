@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_lightning.data.masked.masked_data import MaskedData
-from megatron_lightning.modules.indexed_data import IndexedDataModule
+from megatron_lightning.modules.data_modules.indexed_data_module import IndexedDataModule
 
 
 class MaskedDataModule(IndexedDataModule, MaskedData):

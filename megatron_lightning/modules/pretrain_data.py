@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_lightning.data.pretraining.pretrain_data import PretrainData
-from megatron_lightning.modules.indexed_data import IndexedDataModule
+from megatron_lightning.modules.data_modules.indexed_data_module import IndexedDataModule
 
 
 class PretrainDataModule(IndexedDataModule, PretrainData):

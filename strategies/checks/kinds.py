@@ -10,11 +10,11 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
+    from megatron_lightning.modules.data_modules.indexed_data_module import IndexedDataModule
     from megatron_lightning.modules.distillation import DistillationModule
     from megatron_lightning.modules.finetune_data import FinetuneDataModule
     from megatron_lightning.modules.folder_module import FolderModule
     from megatron_lightning.modules.gpt import GPTLightningModule
-    from megatron_lightning.modules.indexed_data import IndexedDataModule
     from megatron_lightning.modules.objective import ObjectiveModule
     from megatron_lightning.modules.post_training.rollout_data import RolloutDataModule
 

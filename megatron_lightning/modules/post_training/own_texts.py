@@ -17,9 +17,9 @@ from megatron_lightning.data.rollouts.seeds import seed_of
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine.own_generate import OwnGenerate
 from megatron_lightning.inference.engine.uncached_loop import Sampling
+from megatron_lightning.modules.data_modules.run_data_module import RunDataModule
 from megatron_lightning.modules.model_facts import ModelFacts
 from megatron_lightning.modules.post_training.trained_generation import most_positions
-from megatron_lightning.modules.run_data import RunDataModule
 from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
 

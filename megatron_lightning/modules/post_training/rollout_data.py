@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 
 from megatron_lightning.data.rollouts.rollout_data import OVERLONG, RolloutData
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.modules.run_data import RunDataModule
+from megatron_lightning.modules.data_modules.run_data_module import RunDataModule
 
 
 class RolloutDataModule(RunDataModule, RolloutData):

@@ -11,9 +11,9 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 
-from megatron_lightning.callbacks.progress_bars import count_to_max_steps
-from megatron_lightning.callbacks.progress_lines import ProgressLines, use_lines_in_files
-from megatron_lightning.callbacks.short_runs import LogShortRuns, num_steps
+from megatron_lightning.callbacks.progress.progress_bars import count_to_max_steps
+from megatron_lightning.callbacks.progress.progress_lines import ProgressLines, use_lines_in_files
+from megatron_lightning.callbacks.progress.short_runs import LogShortRuns, num_steps
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer

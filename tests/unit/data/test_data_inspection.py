@@ -12,7 +12,7 @@ from megatron_lightning.data.indexed.indexed_files import IndexedDatasetWriter
 from megatron_lightning.data.indexed.indexed_merge import merge
 from megatron_lightning.data.pretraining.gpt_samples import GPTDataset, GPTDatasetConfig
 from megatron_lightning.errors import ConfigError, DataError
-from megatron_lightning.modules.data_commands import show
+from megatron_lightning.modules.data_modules.data_commands import show
 
 DOCUMENTS = [[5, 6, 1], [7, 1], [8, 9, 10, 11, 1]]
 

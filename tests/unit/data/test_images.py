@@ -33,7 +33,7 @@ from megatron_lightning.modules import (
     GPTLightningModule,
     HuggingFaceModule,
 )
-from megatron_lightning.modules.data_checks import check_images
+from megatron_lightning.modules.data_modules.data_checks import check_images
 from megatron_lightning.optim import ParamGroup
 from megatron_lightning.peft import LoRA
 from megatron_lightning.strategies import MegatronStrategy

@@ -16,7 +16,7 @@ from megatron_lightning.data.rows.packed_rows import RowDataset, RowOrder, Sourc
 from megatron_lightning.data.rows.packing import efficiency, pack, pack_in_windows
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.modules import FinetuneDataModule, GPTLightningModule
-from megatron_lightning.modules.data_checks import check_model
+from megatron_lightning.modules.data_modules.data_checks import check_model
 
 
 def _one_by_one(lengths: np.ndarray[Any, Any], capacity: int) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_lightning.checkpoint.kept_files import TOKENIZER, KeptFiles
 from megatron_lightning.data.pretraining.indexed_data import IndexedData
 from megatron_lightning.data.text.tokenizers import tokenizer_files
-from megatron_lightning.modules.run_data import RunDataModule
+from megatron_lightning.modules.data_modules.run_data_module import RunDataModule
 
 
 class IndexedDataModule(RunDataModule, IndexedData):

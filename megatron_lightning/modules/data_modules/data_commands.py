@@ -93,7 +93,7 @@ def index(*, config: list[str], overrides: list[str] | None = None) -> None:
 def _prepared(config: list[str], overrides: list[str]) -> Any:
     """Return the data of configuration files, ready for a fit."""
     from megatron_lightning.data.rows.finetune_data import FinetuneData
-    from megatron_lightning.modules.data_sections import data_of
+    from megatron_lightning.modules.data_modules.data_sections import data_of
 
     data = data_of(config, overrides)
     data.prepare_data()

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from megatron_lightning.callbacks.last_losses import LastLosses
+from megatron_lightning.callbacks.progress.last_losses import LastLosses
 
 _INTERVAL_S = 30.0
 

@@ -1,0 +1,1 @@
+"""Progress of a run: bars, lines of text, and losses in them."""
