@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.moe.experts import Experts
+from megatron_lightning.layers.attention.self_attention import CoreAttention
+from megatron_lightning.layers.moe.experts import Experts, GroupedLinear
 from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.shards.spec import ShardSpec
@@ -79,6 +80,7 @@ class _Block(ExitStack):
         self._sums, self._path, self._division = sums, path, division
         self._length = 0
         self._mask: Tensor | None = None
+        self._rows: tuple[Tensor, Tensor] = torch.empty(0), torch.empty(0)
         self._own(block.register_forward_pre_hook(self._begin, with_kwargs=True))
         self._own(block.register_forward_hook(self._end))
         for name, child in block.named_modules(prefix=path):
@@ -86,8 +88,13 @@ class _Block(ExitStack):
                 self._own(child.register_forward_pre_hook(partial(self._linear, name)))
             elif isinstance(child, MoELayer):
                 self._own(child.register_forward_pre_hook(self._clear_padding, with_kwargs=True))
+            elif isinstance(child, CoreAttention):
+                self._own(child.register_forward_pre_hook(partial(self._cached, name)))
             elif isinstance(child, Experts):
+                self._own(child.register_forward_pre_hook(partial(self._count, name)))
                 self._own(child.register_forward_hook(partial(self._experts, name)))
+            elif isinstance(child, GroupedLinear):
+                self._own(child.register_forward_pre_hook(partial(self._expert_inputs, name)))
 
     def _own(self, handle: Any) -> None:
         self.callback(handle.remove)
@@ -113,7 +120,6 @@ class _Block(ExitStack):
         mask, share = self._mask_of(x), self._share(x)
         x = x.float().masked_fill(~mask[..., None], 0.0)
         squares, spec = x.square().sum((0, 1), dtype=torch.float64), self._spec(path)
-        amax = x.abs().amax() if x.numel() else x.new_zeros(())
         if spec is None or spec.global_shape[1] == len(squares):
             squares = squares * share
         else:
@@ -124,7 +130,7 @@ class _Block(ExitStack):
                 first += size
             squares = full
         self._sums.add(path, "squares", squares)
-        self._sums.add(path, "amax", amax)
+        self._sums.add(path, "amax", _amax(x))
         self._sums.add(path, "tokens", mask.sum() * share)
 
     def _clear_padding(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -134,18 +140,41 @@ class _Block(ExitStack):
         hidden, *others = args
         return (hidden.masked_fill(~self._mask_of(hidden)[..., None], 0.0), *others), kwargs
 
-    def _experts(self, path: str, layer: nn.Module, args: Any, output: Tensor) -> None:
+    def _cached(self, path: str, core: nn.Module, args: Any) -> None:
+        """Take the amax of what a cache would hold: keys behind rotary, and values."""
+        attention = path.rpartition(".")[0]
+        for kind, x in zip(("keys", "values"), args[1:3], strict=True):
+            if x is not None:
+                counted = x.detach().masked_fill(~self._mask_of(x)[..., None, None], 0.0)
+                self._sums.add(f"{attention}.{kind}", "amax", _amax(counted))
+
+    def _count(self, path: str, layer: nn.Module, args: Any) -> None:
+        """Learn which rows of experts are no padding, and whose they are."""
         rows, counts = args
-        counted = rows.detach().ne(0).any(-1)
-        norms = output.detach().float().square().sum(-1, dtype=torch.float64) * counted
         expert = torch.arange(len(counts), device=rows.device).repeat_interleave(counts)
-        spec, first, number = self._spec(f"{path}.linear_fc2"), 0, len(counts)
+        self._rows = rows.detach().ne(0).any(-1), expert
+        spec = self._spec(f"{path}.linear_fc2")
+        if spec is not None and any(box.shape[2] < spec.global_shape[2] for box in spec.boxes):
+            raise ConfigError(
+                f"{path} is divided over expert_tensor_parallel_size ranks, which hold parts of an "
+                "expert's output. Set expert_tensor_parallel_size to 1."
+            )
+
+    def _expert_inputs(self, path: str, layer: nn.Module, args: Any) -> None:
+        """Take the amax of each expert's inputs."""
+        counted, expert = self._rows
+        largest = args[0].detach().abs().amax(-1).double() * counted
+        spec, first, number = self._spec(path), 0, len(args[1])
         if spec is not None:
-            if any(box.shape[2] < spec.global_shape[2] for box in spec.boxes):
-                raise ConfigError(
-                    f"{path} is divided over expert_tensor_parallel_size ranks, which hold parts "
-                    "of an expert's output. Set expert_tensor_parallel_size to 1."
-                )
+            first, number = spec.boxes[0].offset[0], spec.global_shape[0]
+        found = largest.new_zeros(number).scatter_reduce_(0, expert + first, largest, "amax")
+        self._sums.add(path, "amax", found)
+
+    def _experts(self, path: str, layer: nn.Module, args: Any, output: Tensor) -> None:
+        counted, expert = self._rows
+        norms = output.detach().float().square().sum(-1, dtype=torch.float64) * counted
+        spec, first, number = self._spec(f"{path}.linear_fc2"), 0, len(args[1])
+        if spec is not None:
             first, number = spec.boxes[0].offset[0], spec.global_shape[0]
         for quantity, values in (("squares", norms), ("tokens", counted.double())):
             total = norms.new_zeros(number).index_add_(0, expert + first, values)
@@ -165,3 +194,7 @@ class _Block(ExitStack):
         if x.shape[0] == len(self._mask):
             return self._mask
         return self._mask[self._division.tp.rank * x.shape[0] :][: x.shape[0]]
+
+
+def _amax(x: Tensor) -> Tensor:
+    return x.abs().amax() if x.numel() else x.new_zeros(())

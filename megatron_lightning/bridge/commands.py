@@ -63,6 +63,8 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
     scheme: Scheme = "compressed-tensors",
     scales: Fit = "max",
     activations: InputName | None = None,
+    statistics: str | None = None,
+    kv_cache: Literal["fp8"] | None = None,
 ) -> None:
     """Write a checkpoint of any layout, or a folder, as a Hugging Face folder, or as a checkpoint
     of Megatron.
@@ -93,6 +95,9 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
             of a few scales.
         activations: Format in which servers round the inputs of these layers: that of ``quantize``.
             Default: as the checkpoint was trained, else bf16.
+        statistics: File of the callback ``LayerStatistics``, for the scales of ``kv_cache`` and of
+            ``activations`` nvfp4 and fp8_tensor.
+        kv_cache: Write scales of keys, behind rotary, and values for a cache in fp8.
 
     Raises:
         CheckpointError: If the checkpoint is not of the folder's model, or the target exists.
@@ -105,6 +110,7 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
             "like": like, "tokenizer": tokenizer, "quantize": quantize, "group_size": group_size,
             "scheme": None if scheme == "compressed-tensors" else scheme,
             "scales": None if scales == "max" else scales, "activations": activations,
+            "statistics": statistics, "kv_cache": kv_cache,
         }  # fmt: skip
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "family": family}
         _export_megatron(
@@ -124,8 +130,10 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
         family=family,
         tokenizer=tokenizer,
     )
-    asked = Asked(quantize, group_size, scheme, scales, activations)
-    quantized = quantized_folder(folder, tensors, trained, asked, trusts=trust_remote_code)
+    asked = Asked(quantize, group_size, scheme, scales, activations, statistics, kv_cache)
+    quantized = quantized_folder(
+        folder, tensors, trained, asked, trusts=trust_remote_code, family=family
+    )
     if quantized is not None:
         folder, tensors = quantized, quantized.tensors
         print(quantized.describe())

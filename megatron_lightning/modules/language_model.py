@@ -42,7 +42,7 @@ from megatron_lightning.peft.record import PEFT, Record, read_records, write_rec
 from megatron_lightning.peft.resume import check_scales
 from megatron_lightning.peft.sources import digest_of_base
 from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
-from megatron_lightning.precision.served.qat import QAT, check_resumed, write_qat
+from megatron_lightning.precision.served.qat import QAT, resume_qat, write_qat
 from megatron_lightning.precision.served.values import ServedName
 
 Batch = dict[str, Tensor]
@@ -252,7 +252,7 @@ class LanguageModule(LightningModule):
             ConfigError: If the checkpoint was trained with another rounding.
         """
         self._records = read_records(checkpoint)
-        check_resumed(self, checkpoint)
+        resume_qat(self, checkpoint)
         self._left_out = left_out_digests(checkpoint)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -55,7 +55,7 @@ from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.peft.left_out_weights import LeftOutWeights
 from megatron_lightning.peft.record import left_out_of, read_records
-from megatron_lightning.precision.served.qat import check_resumed
+from megatron_lightning.precision.served.qat import resume_qat
 from megatron_lightning.step.options import StrategyOptions
 from megatron_lightning.step.progress import Progress
 from megatron_lightning.strategies.checkpoint.run_state import RunState
@@ -339,7 +339,7 @@ class Checkpoints:
 
         state_dict: Mapping[str, Any] = checkpoint["state_dict"]
         check_scales(self._module, read_records(checkpoint), state_dict)
-        check_resumed(self._module, checkpoint)
+        resume_qat(self._module, checkpoint)
         state = self._module_state(part)
         self.left_out.before_load(state)
         source = state.edited(self._source, state_dict)

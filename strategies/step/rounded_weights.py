@@ -21,7 +21,7 @@ class RoundedWeights(StepParticipant):
     """
 
     def __init__(self, scope: RunContext) -> None:
-        self._module = scope.module
+        self._module, self._context = scope.module, scope.context
         records = qat_of(scope.module).values()
         self._roundings = [r.rounding for r in records if r.rounding is not None]
         self._keeps = scope.part.units is None
@@ -48,8 +48,11 @@ class RoundedWeights(StepParticipant):
         return self._keeping()
 
     def after_backward(self) -> None:
-        """Drop the weights of the run."""
+        """Drop the weights of the run, and share the largest inputs of all ranks."""
         self._forget()
+        for rounding in self._roundings:
+            if rounding.inputs is not None and not rounding.is_on:
+                rounding.inputs.take(self._context.axis("world"), self._context.device)
 
     def end_batch(self, batch: StepBatch, output: Any) -> None:
         """Drop the weights of an evaluation. Lightning calls the backward of a training later."""

@@ -21,9 +21,12 @@ from megatron_lightning.bridge.folders.configuration import add_rope_schema
 from megatron_lightning.bridge.folders.folder import FolderTensors
 from megatron_lightning.bridge.folders.new_files import new_files
 from megatron_lightning.bridge.folders.safetensors_file import StoredTensor
+from megatron_lightning.bridge.low_bit.fixed_scales import NONE, FixedScales
 from megatron_lightning.bridge.low_bit.schemes import (
     Recipe,
+    cache_tensors,
     config_entry,
+    input_tensors,
     modelopt_file,
     table_of_layer,
     tensors_of_layer,
@@ -129,6 +132,7 @@ class QuantizedFolder(FolderTensors):
         folder: The folder with the other files.
         recipes: Path of a quantized layer -> format, scheme and choice of scales. One scheme.
         layers: The layers, and the folder's tensors.
+        fixed: Largest inputs, keys and values, of which the folder holds scales.
         device: Device on which weights are read and rounded. None: the CPU.
 
     Raises:
@@ -140,10 +144,11 @@ class QuantizedFolder(FolderTensors):
         folder: FolderTensors,
         recipes: Mapping[str, Recipe],
         layers: ServedLayers,
+        fixed: FixedScales = NONE,
         device: torch.device | None = None,
     ) -> None:
         super().__init__(folder.path)
-        self._device = device
+        self._device, self._fixed = device, fixed
         self._tensors, self._recipes, self._layers = layers.tensors, recipes, layers
         self._paths = frozenset(layers.quantized)
         self._scheme = recipes[layers.quantized[0]].scheme
@@ -154,6 +159,8 @@ class QuantizedFolder(FolderTensors):
         for name, x in self._tensors.items():
             path = name.removesuffix(_WEIGHT)
             self._made |= self._of_layer(path, x) if path in self._paths else {name: x}
+        for path, amax in fixed.cache.items():
+            self._made |= _constants(cache_tensors(path, amax, self._scheme))
         files = new_files({name: (tuple(x.shape), x.dtype) for name, x in self._made.items()})
         for file, header in files.headers.items():
             self.add_file(file, header)
@@ -170,13 +177,13 @@ class QuantizedFolder(FolderTensors):
         return (
             f"{len(layers.quantized)} layers in {' and '.join(names)} ({self._scheme}), "
             f"{8 * size / count:.3f} bits a weight. Left as they are: {_listed(layers.ignored)}."
-            f"{stacked if layers.stacked else ''}"
+            f"{stacked if layers.stacked else ''}{self._fixed.describe()}"
         )
 
     @property
     def settings(self) -> dict[str, Any]:
         """``quantization_config`` of config.json."""
-        return config_entry(self._recipes, self._layers.ignored)
+        return config_entry(self._recipes, self._layers.ignored, has_cache=bool(self._fixed.cache))
 
     @property
     def files(self) -> KeptFiles:
@@ -196,11 +203,15 @@ class QuantizedFolder(FolderTensors):
 
     def _of_layer(self, path: str, weight: Lazy) -> dict[str, Lazy]:
         rows, columns = weight.shape
-        table = table_of_layer(rows, columns, self._recipes[path])
-        return {
+        recipe = self._recipes[path]
+        made = {
             f"{path}.{name}": Lazy(shape, dtype, partial(self._fill_part, path, name))
-            for name, (shape, dtype) in table.items()
+            for name, (shape, dtype) in table_of_layer(rows, columns, recipe).items()
         }
+        if path in self._fixed.inputs:
+            tensors = input_tensors(self._fixed.inputs[path], recipe)
+            made |= _constants({f"{path}.{name}": x for name, x in tensors.items()})
+        return made
 
     def _fill_part(self, path: str, name: str, box: Box, out: Tensor) -> None:
         if self._latest[0] != path:  # tensors of a layer are written one after the other
@@ -256,9 +267,16 @@ class QuantizedFolder(FolderTensors):
         add_rope_schema(config)
         contents[CONFIG] = _json(config)
         if self._scheme == "modelopt":
-            form = self._recipes[self._layers.quantized[0]].form
-            contents[MODELOPT_CONFIG] = _json(modelopt_file(form, ignore))
+            recipe, has_cache = self._recipes[self._layers.quantized[0]], bool(self._fixed.cache)
+            contents[MODELOPT_CONFIG] = _json(modelopt_file(recipe, ignore, has_cache=has_cache))
         return KeptFiles(contents if index is None else {**contents, WEIGHTS_INDEX: index})
+
+
+def _constants(tensors: Mapping[str, Tensor]) -> dict[str, Lazy]:
+    return {
+        name: Lazy(x.shape, x.dtype, lambda box, out, x=x: out.copy_(x[box.slices]))  # type: ignore[misc]
+        for name, x in tensors.items()
+    }
 
 
 def _json(content: object) -> bytes:

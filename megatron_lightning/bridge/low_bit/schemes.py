@@ -11,7 +11,8 @@ from torch import Tensor
 from megatron_lightning.config.value_checks import check_choice
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.precision.formats import pack_e2m1
-from megatron_lightning.precision.served.qat import check_inputs
+from megatron_lightning.precision.served.checks import check_inputs
+from megatron_lightning.precision.served.input_scales import input_scale
 from megatron_lightning.precision.served.values import Encoded, Fit, ServedFormat, ServedName
 
 Scheme = Literal["compressed-tensors", "modelopt"]
@@ -39,7 +40,19 @@ class Recipe(NamedTuple):
     fit: Fit = "max"
     """How scales are chosen."""
     rounds_inputs: bool = False
-    """Whether servers round inputs in the same format, at run time."""
+    """Whether servers round inputs in the same format."""
+
+    @property
+    def fixes_inputs(self) -> bool:
+        """Whether the folder holds scales of inputs. Else servers find them at run time."""
+        return self.rounds_inputs and self.form.is_of_matrix
+
+    @property
+    def algorithm(self) -> str | None:
+        """Name in ModelOpt's scheme. None: there is none."""
+        if self.form.name == "nvfp4":
+            return "NVFP4" if self.rounds_inputs else "W4A16_NVFP4"
+        return "FP8" if self.form.name == "fp8_tensor" and self.rounds_inputs else None
 
     @classmethod
     def of(
@@ -58,14 +71,16 @@ class Recipe(NamedTuple):
         form = ServedFormat.of(name, group_size)
         check_choice("scheme", scheme, get_args(Scheme))
         check_choice("scales", fit, get_args(Fit))
-        if scheme == "modelopt" and form.name != "nvfp4":
-            raise ConfigError(
-                f"scheme is modelopt with {form.name}, of which it has no algorithm for weights "
-                "alone. Set scheme to compressed-tensors, or quantize to nvfp4 (W4A16_NVFP4)."
-            )
         if activations is not None:
             check_inputs(activations, [form.name])
-        return cls(form, cast(Scheme, scheme), cast(Fit, fit), activations is not None)
+        recipe = cls(form, cast(Scheme, scheme), cast(Fit, fit), activations is not None)
+        if scheme == "modelopt" and recipe.algorithm is None:
+            raise ConfigError(
+                f"scheme is modelopt with {form.name}, of which it has no algorithm. Set scheme to "
+                "compressed-tensors, or quantize to nvfp4 (W4A16_NVFP4; NVFP4 with activations), "
+                "or to fp8_tensor with activations (FP8)."
+            )
+        return recipe
 
 
 def tensors_of_layer(  # noqa: PLR0911  # a return for each form
@@ -101,8 +116,33 @@ def tensors_of_layer(  # noqa: PLR0911  # a return for each form
             "weight_scale": small,
             "weight_shape": torch.tensor(codes.shape),
         }
-    scales = scales.reshape(1) if form.name == "fp8_tensor" else scales
+    if form.name == "fp8_tensor":
+        scales = scales.reshape(_shape_of_number(scheme))
     return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale": scales}
+
+
+def input_tensors(amax: float, recipe: Recipe) -> dict[str, Tensor]:
+    """Return the tensors of a layer for inputs up to ``amax``, by their names in the layer."""
+    scale = input_scale(torch.tensor(amax), recipe.form).reshape(_shape_of_number(recipe.scheme))
+    if recipe.form.name == "nvfp4" and recipe.scheme == "compressed-tensors":  # divides
+        return {"input_global_scale": scale.reciprocal()}
+    return {"input_scale": scale}
+
+
+def cache_tensors(path: str, amax: tuple[float, float], scheme: Scheme) -> dict[str, Tensor]:
+    """Return the tensors of an attention for keys and values up to ``amax`` in a cache, by full
+    name.
+    """
+    form, tensors = ServedFormat.of("fp8_tensor"), {}
+    for own, largest in zip("kv", amax, strict=True):
+        place = f"{path}.{own}_proj" if scheme == "modelopt" else path
+        scale = input_scale(torch.tensor(largest), form)
+        tensors[f"{place}.{own}_scale"] = scale.reshape(_shape_of_number(scheme))
+    return tensors
+
+
+def _shape_of_number(scheme: Scheme) -> tuple[int, ...]:
+    return () if scheme == "modelopt" else (1,)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
@@ -134,24 +174,42 @@ def _count(extent: int, size: int | None) -> int:
     return 1 if size is None else -(-extent // size)
 
 
-def config_entry(recipes: Mapping[str, Recipe], ignore: Sequence[str]) -> dict[str, Any]:
+def config_entry(
+    recipes: Mapping[str, Recipe], ignore: Sequence[str], *, has_cache: bool = False
+) -> dict[str, Any]:
     """Return ``quantization_config`` of config.json.
 
     Args:
         recipes: Path of a layer -> recipe.
         ignore: Paths of the other layers.
+        has_cache: Whether keys and values have scales for a cache in fp8.
+
+    Raises:
+        ConfigError: If the scheme has one format a folder, and there are several.
     """
     paths: dict[Recipe, list[str]] = {}
     for path, recipe in recipes.items():
         paths.setdefault(recipe, []).append(path)
     first = next(iter(paths))
+    cache = {"num_bits": 8, "type": "float", "dynamic": False}
     if first.scheme == "modelopt":
+        if len(paths) > 1:
+            names = " and ".join(recipe.form.name for recipe in paths)
+            raise ConfigError(
+                f"scheme is modelopt, and layers are in {names}. Set scheme to compressed-tensors."
+            )
+        numbers = {"dynamic": False, "num_bits": first.form.bits, "type": "float"}
         size = first.form.group_size
-        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": size}
-        return {
+        group: dict[str, Any] = {
+            "weights": numbers if size is None else {**numbers, "group_size": size}
+        }
+        if first.rounds_inputs:
+            group["input_activations"] = group["weights"]
+        settings = {"kv_cache_scheme": cache} if has_cache else {}
+        return settings | {
             "quant_method": "modelopt",
-            "quant_algo": "W4A16_NVFP4",
-            "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+            "quant_algo": first.algorithm,
+            "config_groups": {"group_0": {**group, "targets": ["Linear"]}},
             "ignore": list(ignore),
             "producer": dict(_PRODUCER),
         }
@@ -173,29 +231,31 @@ def config_entry(recipes: Mapping[str, Recipe], ignore: Sequence[str]) -> dict[s
         "quantization_status": "compressed",
         "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
         "ignore": list(ignore),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": cache | {"strategy": "tensor", "symmetric": True} if has_cache else None,
     }
 
 
 def _kind(recipe: Recipe) -> str:
     name = recipe.form.name
-    if recipe.rounds_inputs and name not in ("mxfp4", "mxfp8"):
+    if recipe.rounds_inputs and name not in ("nvfp4", "mxfp4", "mxfp8"):
         return "int-quantized" if name == "int8" else "float-quantized"
     return _KINDS.get(name, "naive-quantized")
 
 
-def modelopt_file(form: ServedFormat, ignore: Sequence[str]) -> dict[str, Any]:
+def modelopt_file(recipe: Recipe, ignore: Sequence[str], *, has_cache: bool) -> dict[str, Any]:
     """Return the content of ModelOpt's own file beside config.json."""
     quantization = {
-        "quant_algo": "W4A16_NVFP4",
-        "kv_cache_quant_algo": None,
-        "group_size": form.group_size,
+        "quant_algo": recipe.algorithm,
+        "kv_cache_quant_algo": "FP8" if has_cache else None,
+        "group_size": recipe.form.group_size,
         "exclude_modules": list(ignore),
     }
     return {"producer": dict(_PRODUCER), "quantization": quantization}
 
 
 def _inputs(form: ServedFormat) -> dict[str, Any]:
+    if form.is_of_matrix:  # local: block scales are found at run time
+        return _weights(form) | {"dynamic": "local" if form.name == "nvfp4" else False}
     settings: dict[str, Any] = {
         "num_bits": form.bits,
         "type": "int" if form.is_integer else "float",

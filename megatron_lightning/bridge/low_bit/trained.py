@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
 
-from megatron_lightning.bridge.folder_model import Plan
+from megatron_lightning.bridge.folder_model import FolderModel, Plan
 from megatron_lightning.bridge.folders.folder import FolderTensors
 from megatron_lightning.bridge.low_bit.export import QuantizedFolder, ServedLayers, served_layers
+from megatron_lightning.bridge.low_bit.fixed_scales import NONE, CalibratedFolder, FixedScales
 from megatron_lightning.bridge.low_bit.reading import dequantized
 from megatron_lightning.bridge.low_bit.schemes import Recipe, Scheme
 from megatron_lightning.bridge.low_bit.stacks import parts_of, separated, stacked
+from megatron_lightning.bridge.pruning.statistics import Statistics
 from megatron_lightning.bridge.tensors.lazy import Fill, Lazy
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.file_names import CONFIG
 from megatron_lightning.precision.served.inputs import InputName
 from megatron_lightning.precision.served.qat import QAT, Record
 from megatron_lightning.precision.served.selection import Served
@@ -28,6 +32,8 @@ class TrainedWeights(NamedTuple):
     forms: Mapping[str, ServedFormat]
     tensors: Mapping[str, Lazy]
     """Not rounded, in the dtype in which the forward rounds."""
+    inputs: Mapping[str, float] = MappingProxyType({})
+    """Path of a layer in the folder -> amax of its inputs, if the training fixed their scales."""
 
     @classmethod
     def of(cls, plan: Plan, fills: Mapping[str, Fill], record: Record) -> TrainedWeights:
@@ -44,8 +50,15 @@ class TrainedWeights(NamedTuple):
             if pieces and all(_is_rounded(piece.parameter, record.served) for piece in pieces)
             if (form := record.qat.form_of(pieces[0].parameter.rpartition(".")[0]))
         }
+        inputs = {}
+        if record.qat.fixes_inputs:
+            for name, form in forms.items():
+                path = plan.pieces[name][0].parameter.rpartition(".")[0]
+                if form.name == record.qat.activations:
+                    inputs[name.removesuffix(".weight")] = record.input_amax.get(path, 0.0)
         exact = plan.tensors(fills, record.dtype)
-        return cls(record.qat, forms, {name: x for name, x in exact.items() if name in forms})
+        tensors = {name: x for name, x in exact.items() if name in forms}
+        return cls(record.qat, forms, tensors, inputs)
 
     def folder(
         self,
@@ -78,7 +91,8 @@ class TrainedWeights(NamedTuple):
                 f"{len(left)} such stacks rounded matrix by matrix, and servers load no such "
                 "experts in few bits. Write it in bf16: --quantize none."
             )
-        return self._quantized(like, layers, scheme)
+        fixed = FixedScales.of_layers(self.inputs, self.inputs) if self.inputs else NONE
+        return self._quantized(like, layers, scheme, fixed)
 
     def values(
         self, like: FolderTensors, tensors: Mapping[str, Lazy], device: torch.device | None = None
@@ -93,7 +107,8 @@ class TrainedWeights(NamedTuple):
         stacks = [name for name, x in self.tensors.items() if x.ndim == 3]
         own = separated(self.tensors, stacks)
         paths = [name.removesuffix(".weight") for name in own]
-        folder = self._quantized(like, ServedLayers(own, paths, stacks=stacks), device=device)
+        layers = ServedLayers(own, paths, stacks=stacks)
+        folder = self._quantized(like, layers, device=device)
         values = stacked(dequantized(folder, folder.settings), stacks)
         return {
             name: _in_dtype(values[name], x.dtype) if name in values else x
@@ -105,6 +120,7 @@ class TrainedWeights(NamedTuple):
         like: FolderTensors,
         layers: ServedLayers,
         scheme: Scheme = "compressed-tensors",
+        fixed: FixedScales = NONE,
         device: torch.device | None = None,
     ) -> QuantizedFolder:
         forms = dict(self.forms)
@@ -120,7 +136,7 @@ class TrainedWeights(NamedTuple):
             )
             for name, form in forms.items()
         }
-        return QuantizedFolder(like, recipes, layers, device)
+        return QuantizedFolder(like, recipes, layers, fixed, device)
 
 
 class Asked(NamedTuple):
@@ -133,6 +149,10 @@ class Asked(NamedTuple):
     fit: Fit = "max"
     activations: InputName | None = None
     """Format of inputs."""
+    statistics: str | None = None
+    """File of ``LayerStatistics``."""
+    kv_cache: Literal["fp8"] | None = None
+    """Format of keys and values in servers' caches."""
 
     @property
     def is_plain(self) -> bool:
@@ -147,14 +167,15 @@ def quantized_folder(
     asked: Asked,
     *,
     trusts: bool,
+    family: str | None = None,
 ) -> QuantizedFolder | None:
     """Return a folder in few bits: as asked, or as the checkpoint was trained. None: not quantized.
 
     Raises:
         ConfigError: If an option does nothing, or would change the values of the trained forward.
     """
-    name, group_size, scheme, fit, activations = asked
-    if trained is not None and name != "none" and fit == "max":
+    name, group_size, scheme, fit, activations, statistics, _ = asked
+    if trained is not None and statistics is None and name != "none" and fit == "max":
         own = {*trained.forms.values()}
         wanted = own if name is None else {ServedFormat.of(name, group_size)}
         is_own = wanted == own and (name is not None or group_size is None)
@@ -163,13 +184,52 @@ def quantized_folder(
     if name is None or name == "none":
         if not asked.is_plain:
             raise ConfigError(
-                "group_size, scheme, scales and activations are settings of quantized weights, and "
-                f"quantize is {name}. Set quantize, or leave them out."
+                "group_size, scheme, scales, activations, statistics and kv_cache are settings of "
+                f"quantized weights, and quantize is {name}. Set quantize, or leave them out."
             )
         return None
     recipe = Recipe.of(name, group_size, scheme, fit, activations)
     layers = served_layers(like.files, tensors, trust_remote_code=trusts)
-    return QuantizedFolder(like, dict.fromkeys(layers.quantized, recipe), layers)
+    fixed = _fixed_scales(like, layers, recipe, asked, family=family, trusts=trusts)
+    return QuantizedFolder(like, dict.fromkeys(layers.quantized, recipe), layers, fixed)
+
+
+def _fixed_scales(
+    like: FolderTensors,
+    layers: ServedLayers,
+    recipe: Recipe,
+    asked: Asked,
+    *,
+    family: str | None,
+    trusts: bool,
+) -> FixedScales:
+    """Return the scales that a folder holds by the statistics of an evaluation."""
+    has_cache = asked.kv_cache is not None
+    needs = [f"activations {recipe.form.name}"] if recipe.fixes_inputs else []
+    needs += [f"kv_cache {asked.kv_cache}"] if has_cache else []
+    if needs and asked.statistics is None:
+        raise ConfigError(
+            f"{' and '.join(needs)}: the folder holds the scales, which an evaluation finds. "
+            "Validate the folder (--model=GPTLightningModule --model.init_from_hf=FOLDER) with the "
+            "callback LayerStatistics, and set --statistics FILE."
+        )
+    if asked.statistics is None:
+        return NONE
+    if not needs:
+        raise ConfigError(
+            "statistics find the scales of activations nvfp4 or fp8_tensor and of kv_cache, and "
+            "none of them is set. Set one, or leave statistics out."
+        )
+    if not (like.path / CONFIG).is_file():
+        raise ConfigError(
+            f"statistics are of a folder, and {like.path} is none. Export the checkpoint, and "
+            f"then the folder with --quantize {recipe.form.name}, which gives the same values."
+        )
+    model = FolderModel(like.path, trust_remote_code=trusts, family=family)
+    folder = CalibratedFolder(model, Statistics.load(asked.statistics))
+    return folder.scales(
+        layers.quantized, layers.stacks, inputs=recipe.fixes_inputs, cache=has_cache
+    )
 
 
 def _in_dtype(values: Lazy, dtype: torch.dtype) -> Lazy:

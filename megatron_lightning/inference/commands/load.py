@@ -169,7 +169,7 @@ def _of_checkpoint(source: CheckpointSource, saved: Mapping[str, Any]) -> SavedM
         with torch.device("meta"):
             model: nn.Module = GPTModel(config)
             if trained is not None:
-                trained.qat.apply(model, rounded_as=trained.dtype)
+                trained.apply(model)
             return model if lora is None else lora.apply(model)
 
     def fill(model: nn.Module, part: Part, context: ParallelContext) -> None:

@@ -95,12 +95,22 @@ class ServedGemm(Gemm):
         counts: Tensor | None = None,
     ) -> Operand:
         """Return an input rounded, and other tensors as they are. See the base class."""
-        if role != "input" or not self.rounds_inputs or not self.rounding.is_on:
-            return super().operand(tensor, role, transposed=transposed, counts=counts)
-        amax = None
+        if role == "input" and self.rounds_inputs:
+            tensor = self._rounded_input(tensor)
+        return super().operand(tensor, role, transposed=transposed, counts=counts)
+
+    def _rounded_input(self, x: Tensor) -> Tensor:
+        scales, amax = self.rounding.inputs, None
+        if not self.rounding.is_on:
+            if scales is not None:
+                scales.note(self.path, x)
+            return x
+        if scales is not None:
+            amax = scales.of(self.path, x)
+            return x if amax is None else rounded_inputs(x, self.form, amax)
         if is_of_token(self.form) and _divides(self.layers[0], -1):
-            amax = self._over_ranks(tensor.abs().amax(-1, keepdim=True))
-        return Operand(rounded_inputs(tensor, self.form, amax))
+            amax = self._over_ranks(x.abs().amax(-1, keepdim=True))
+        return rounded_inputs(x, self.form, amax)
 
     def forward(
         self, x: Operand, weight: Operand, bias: Tensor | None = None, counts: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Inputs of layers as servers round them: a scale for values of a token, found at run time.
+"""Inputs of layers as servers round them: by scales found at run time, or fixed before.
 
 format        values of a scale   code   scale
 mxfp4         32                  e2m1   power of two
@@ -6,6 +6,8 @@ mxfp8         32                  e4m3   power of two
 fp8_channel   a token             e4m3   amax / 448, fp32
 fp8_block     128                 e4m3   amax / 448, fp32
 int8          a token             int8   amax / 127, fp32
+nvfp4         16                  e2m1   e4m3, and 2^k of the tensor, fixed
+fp8_tensor    the tensor          e4m3   2^k, fixed
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from megatron_lightning.precision.scaling import (
 )
 from megatron_lightning.precision.served.values import ServedFormat, encode
 
-InputName = Literal["mxfp4", "mxfp8", "fp8_channel", "fp8_block", "int8"]
+InputName = Literal["mxfp4", "mxfp8", "fp8_channel", "fp8_block", "int8", "nvfp4", "fp8_tensor"]
 INPUT_NAMES: tuple[InputName, ...] = get_args(InputName)
 _LARGEST_INT8 = 127.0
 
 
 def is_of_token(form: ServedFormat) -> bool:
     """Return whether a scale is of all features of a token, which ranks may divide."""
-    return form.block.columns is None
+    return form.block.columns is None and not form.is_of_matrix
 
 
 @torch.no_grad()
@@ -43,11 +45,13 @@ def rounded_inputs(x: Tensor, form: ServedFormat, amax: Tensor | None = None) ->
     Args:
         x: The inputs.
         form: The format, of ``INPUT_NAMES``.
-        amax: Amax of each token [..., 1], over ranks that divide the features. None: as ``x``.
+        amax: Amax of each token [..., 1], over ranks that divide the features. None: as ``x``. With
+            ``nvfp4`` and ``fp8_tensor``: the fixed amax [1, 1] of the layer, beyond which values
+            saturate.
     """
     rows = x.reshape(-1, x.shape[-1]).float()
-    if form.name in ("mxfp4", "mxfp8"):
-        return encode(rows, form).values(form).to(x.dtype).reshape(x.shape)
+    if form.is_of_matrix or form.name in ("mxfp4", "mxfp8"):
+        return encode(rows, form, amax).values(form).to(x.dtype).reshape(x.shape)
     block = Block(1, form.group_size)
     blocks = to_blocks(rows, block)
     own = amax_of(blocks) if amax is None else amax.reshape(-1, 1).float()

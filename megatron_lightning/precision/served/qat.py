@@ -7,15 +7,18 @@ LightningModule:
     layers      paths of the rounded layers
     stacks      path of a module of experts -> its rounded parameters
     dtype       dtype in which values are rounded
+    input_amax  path of a layer -> its largest input, if scales of inputs are fixed
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from megatron_lightning.config.value_checks import is_count
@@ -24,8 +27,16 @@ from megatron_lightning.layers.adapters.adaptable import adapt
 from megatron_lightning.layers.adapters.adapter_layers import adapted_layers
 from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.parallel.shards.patterns import compile_pattern, describe_unused
+from megatron_lightning.precision.served.checks import (
+    check_columns,
+    check_fused,
+    check_halves,
+    check_inputs,
+    check_layer,
+)
 from megatron_lightning.precision.served.gemm import ServedGemm, ServedStack
-from megatron_lightning.precision.served.inputs import INPUT_NAMES, InputName
+from megatron_lightning.precision.served.input_scales import InputScales
+from megatron_lightning.precision.served.inputs import InputName
 from megatron_lightning.precision.served.rounding import Rounding
 from megatron_lightning.precision.served.selection import Served, served_in
 from megatron_lightning.precision.served.values import NAMES, ServedFormat, ServedName, fused_paths
@@ -44,12 +55,32 @@ class Record(NamedTuple):
     dtype: torch.dtype
     rounding: Rounding | None = None
     """The switch of the model. None: the record is of a checkpoint."""
+    saved_amax: Mapping[str, float] = MappingProxyType({})
+    """``input_amax`` of a checkpoint."""
+
+    @property
+    def input_amax(self) -> Mapping[str, float]:
+        """Path of a layer -> its largest input. Empty: no scale of inputs is fixed."""
+        scales = None if self.rounding is None else self.rounding.inputs
+        return self.saved_amax if scales is None else scales.amax
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Let a full model round as the training of a checkpoint did. Return the model."""
+        self.qat.apply(model, rounded_as=self.dtype)
+        self.give_scales(qat_of(model)[""])
+        return model
+
+    def give_scales(self, other: Record) -> None:
+        """Fix the scales of inputs of another model."""
+        if other.rounding is not None and other.rounding.inputs is not None:
+            other.rounding.inputs.amax = dict(self.input_amax)
 
     def entry(self) -> dict[str, Any]:
         """Return plain values."""
         stacks = {path: list(names) for path, names in self.served.stacks.items()}
         dtype = str(self.dtype).removeprefix("torch.")
-        return {**asdict(self.qat), "layers": self.served.layers, "stacks": stacks, "dtype": dtype}
+        entry = {**asdict(self.qat), "layers": self.served.layers, "stacks": stacks, "dtype": dtype}
+        return {**entry, "input_amax": dict(self.input_amax)} if self.input_amax else entry
 
 
 @dataclass(frozen=True)
@@ -62,6 +93,7 @@ class QAT:
         modules: Pattern of layer paths in the model -> another format, or "bf16": not rounded. The
             first pattern that matches a path decides.
         fake_quant_after_n_steps: Optimizer steps until a training rounds. Evaluations always round.
+            Until then scales of inputs in ``nvfp4`` and ``fp8_tensor`` are found.
         activations: Format of the inputs of the layers with weights in the same format. None: none
             is rounded.
 
@@ -91,6 +123,12 @@ class QAT:
         if self.activations is not None:
             check_inputs(self.activations, names)
         steps = self.fake_quant_after_n_steps
+        if steps == 0 and self.fixes_inputs:
+            raise ConfigError(
+                f"activations={self.activations} has scales that the first steps find, and "
+                "fake_quant_after_n_steps of qat is 0. Set it to the steps that find them, such as "
+                "100."
+            )
         if steps != 0 and not is_count(steps):
             raise ConfigError(
                 f"fake_quant_after_n_steps of qat is {steps!r}; it is a "
@@ -103,6 +141,11 @@ class QAT:
         if value is None or isinstance(value, QAT):
             return value
         return cls(weights=value) if isinstance(value, str) else cls(**value)  # type: ignore[arg-type]
+
+    @property
+    def fixes_inputs(self) -> bool:
+        """Whether the first steps find scales of inputs, which then stay."""
+        return self.activations is not None and ServedFormat.of(self.activations).is_of_matrix
 
     def form_of(self, path: str) -> ServedFormat | None:
         """Return the format of a layer's weight. None: not rounded."""
@@ -122,9 +165,14 @@ class QAT:
             step: Optimizer steps taken before the next one. None: an evaluation.
         """
         for record in qat_of(model).values():
-            if record.rounding is not None:
-                begin = record.qat.fake_quant_after_n_steps
-                record.rounding.is_on = step is None or step >= begin
+            rounding = record.rounding
+            if rounding is None:
+                continue
+            rounding.is_on = step is None or step >= record.qat.fake_quant_after_n_steps
+            if rounding.inputs is not None and step is not None:
+                rounding.inputs.take()
+                if rounding.is_on and (line := rounding.inputs.complete(step)):
+                    rank_zero_info(line)
 
     def apply(self, model: nn.Module, *, rounded_as: torch.dtype | None = None) -> nn.Module:
         """Round the weights of a full model's layers in its forward, in place. Return the model.
@@ -143,11 +191,12 @@ class QAT:
                 f"{described(self)} is applied to a model with adapters, which would be added "
                 "behind the rounding. Apply it before LoRA."
             )
-        served, rounding = self._chosen(model), Rounding()
+        served = self._chosen(model)
+        rounding = Rounding(self._input_scales(served))
         modules = dict(model.named_modules())
         for path, form in self._forms(served.layers).items():
             layer: Any = modules[path]
-            _check_layer(path, layer, form)
+            check_layer(path, layer, form)
             fused = (modules[other] for other in fused_paths(path) if other in served.layers)
             layers = (layer, *(other for other in fused if other is not layer))
             one_by_one = layer.gemm.one_by_one if isinstance(layer, GroupedLinear) else False
@@ -171,11 +220,18 @@ class QAT:
                 )
             for name in names:
                 weight = modules[path]._parameters[name]
-                _check_columns(f"{path}.{name}", weight, form)
-                _check_halves(f"{path}.{name}", weight, form)
+                check_columns(f"{path}.{name}", weight, form)
+                check_halves(f"{path}.{name}", weight, form)
             ServedStack(form, path, names, rounding).attach(modules[path])
         model.__dict__[_APPLIED] = Record(self, served, torch.float32, rounding)
         return model
+
+    def _input_scales(self, served: Served) -> InputScales | None:
+        """Return a place for fixed scales of inputs. None: servers find scales at run time."""
+        if not self.fixes_inputs:
+            return None
+        forms = self._forms(served.layers).items()
+        return InputScales(path for path, form in forms if form.name == self.activations)
 
     def _forms(self, paths: Iterable[str]) -> dict[str, ServedFormat]:
         forms = {path: self.form_of(path) for path in paths}
@@ -189,7 +245,7 @@ class QAT:
                 f"modules of qat has patterns that match no module of {type(model).__name__}: "
                 f"{'; '.join(unused)}. Correct or remove them."
             )
-        _check_fused(served.layers, self)
+        check_fused(served.layers, self.form_of)
         layers = list(self._forms(served.layers))
         stacks = {path: served.stacks[path] for path in self._forms(served.stacks)}
         if not layers and not stacks:
@@ -198,67 +254,6 @@ class QAT:
                 "its modules."
             )
         return Served(layers, stacks)
-
-
-def check_inputs(name: str, weights: Iterable[str]) -> None:
-    """Check the format of inputs beside those of weights.
-
-    Raises:
-        ConfigError: If servers do not multiply them, naming what they do.
-    """
-    if name not in INPUT_NAMES:
-        static = name in ("nvfp4", "fp8_tensor")
-        reason = "scales that a calibration fixes" if static else "no kernel of servers"
-        raise ConfigError(
-            f"activations are to be in {name!r}, which has {reason}. Set one of "
-            f"{', '.join(INPUT_NAMES)}, with weights in the same format."
-        )
-    if name not in weights:
-        raise ConfigError(
-            f"activations are to be in {name}, and weights are in {' and '.join(weights)}: servers "
-            f"multiply both in one format. Set weights to {name}, or leave activations out."
-        )
-
-
-def _check_fused(paths: Collection[str], qat: QAT) -> None:
-    """Check that layers that servers multiply as one matrix have one format."""
-    for path in paths:
-        for other in fused_paths(path):
-            first, second = qat.form_of(path), qat.form_of(other)
-            if other in paths and first != second:
-                found = [_BF16 if form is None else form.name for form in (first, second)]
-                raise ConfigError(
-                    f"qat has {path} in {found[0]} and {other} in {found[1]}, and servers multiply "
-                    "both as one matrix, in one format. Give them the same in modules."
-                )
-
-
-def _check_layer(path: str, layer: Any, form: ServedFormat) -> None:
-    _check_columns(f"{path}.weight", layer.weight, form)
-    rows = tuple(getattr(layer, "fused_rows", ()))
-    size = form.block.rows
-    if size is not None and size > 1 and any(n % size for n in rows):
-        raise ConfigError(
-            f"qat rounds {path} to {form.name}, whose blocks have {size} rows, and the layer's "
-            f"matrices of {', '.join(map(str, rows))} rows lie between one another: their blocks "
-            "are not those of the separate matrices that servers load. Set qat to fp8_channel, or "
-            "train with HuggingFaceModule."
-        )
-
-
-def _check_columns(name: str, weight: Any, form: ServedFormat) -> None:
-    if reason := form.misfit(weight.shape[-1]):
-        raise ConfigError(f"qat rounds {name} of shape {list(weight.shape)}: {reason}.")
-
-
-def _check_halves(name: str, weight: Any, form: ServedFormat) -> None:
-    """Check that no block holds rows of gate and of up, which servers load as two matrices."""
-    size, rows = form.block.rows, weight.shape[-2] // 2
-    if "gate_up" in name and size is not None and size > 1 and rows % size:
-        raise ConfigError(
-            f"qat rounds {name} to {form.name}, whose blocks have {size} rows, and gate and up "
-            f"have {rows:,} rows each: a block would hold rows of both. Set qat to fp8_channel."
-        )
 
 
 def qat_of(module: nn.Module) -> dict[str, Record]:
@@ -317,20 +312,22 @@ def _record(entry: Mapping[str, Any]) -> Record:
     )
     stacks = {path: tuple(names) for path, names in entry["stacks"].items()}
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    return Record(qat, Served(list(entry["layers"]), stacks), dtypes[entry["dtype"]])
+    served, amax = Served(list(entry["layers"]), stacks), dict(entry.get("input_amax", {}))
+    return Record(qat, served, dtypes[entry["dtype"]], saved_amax=amax)
 
 
-def check_resumed(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Check that a module rounds as the checkpoint's did. A checkpoint without rounding may go on
-    with one.
+def resume_qat(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Check that a module rounds as the checkpoint's did, and take over fixed scales of inputs. A
+    checkpoint without rounding may go on with one.
 
     Raises:
         ConfigError: If the module rounds otherwise, naming both.
     """
-    own = {path: record.qat for path, record in qat_of(module).items()}
+    records = qat_of(module)
+    own = {path: record.qat for path, record in records.items()}
     for path, record in read_qat(checkpoint).items():
         # Another first step of the rounding is no other rounding.
-        begin = 0 if path not in own else own[path].fake_quant_after_n_steps
+        begin = own.get(path, record.qat).fake_quant_after_n_steps
         if own.get(path) != replace(record.qat, fake_quant_after_n_steps=begin):
             found = own.get(path)
             raise ConfigError(
@@ -339,6 +336,7 @@ def check_resumed(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
                 "one. Set the checkpoint's; to train on from its weights otherwise, export it "
                 "(megatron-lightning convert export --quantize none) and start from the folder."
             )
+        record.give_scales(records[path])
 
 
 def described(qat: QAT) -> str:

@@ -9,14 +9,21 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.layers.linear.kept_weight import KeptWeight
+from megatron_lightning.precision.served.input_scales import InputScales
 
 
 class Rounding:
-    """The switch of a model, shared by all of its layers, however deep they are nested."""
+    """The switch of a model, shared by all of its layers, however deep they are nested.
 
-    def __init__(self) -> None:
+    Args:
+        inputs: Fixed scales of inputs. None: there are none.
+    """
+
+    def __init__(self, inputs: InputScales | None = None) -> None:
         self.is_on = True
         """Whether weights are rounded."""
+        self.inputs = inputs
+        """Fixed scales of inputs. None: there are none."""
         self._keeps = False
         self._kept: dict[str, tuple[KeptWeight, tuple[KeptWeight, ...]]] = {}
 

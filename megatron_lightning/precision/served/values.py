@@ -208,7 +208,7 @@ def encode(
     amax = form.shared_amax(weight) if amax is None else amax
     own, outer = amax_of(blocks), None
     if amax is not None and form.name == "nvfp4":
-        outer = _outer_scale(amax)
+        outer = outer_scale(amax)
     elif amax is not None:
         own = amax.expand(own.shape)
     first, *others = form.factors(fit)
@@ -257,7 +257,7 @@ def _error(blocks: Tensor, codes: Tensor, scales: Tensor, outer: Tensor | None) 
     return difference.square().sum((-3, -1))
 
 
-def _outer_scale(amax: Tensor) -> Tensor:
+def outer_scale(amax: Tensor) -> Tensor:
     """Return 2^k of a matrix, with which the scale of no block exceeds the largest e4m3."""
     largest = FORMAT_MAX["e4m3"] * FORMAT_MAX["e2m1"]
     factor = power_of_two_below((torch.full_like(amax, largest) / amax).clamp(max=_FP32_MAX))

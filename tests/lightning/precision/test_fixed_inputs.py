@@ -1,0 +1,161 @@
+"""Trainings that fix the scales of rounded inputs in their first steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader
+
+from megatron_lightning.bridge import AutoBridge, commands
+from megatron_lightning.checkpoint import open_checkpoint
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference import Engine
+from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
+from megatron_lightning.precision import QAT
+from megatron_lightning.precision.served.inputs import rounded_inputs
+from megatron_lightning.precision.served.qat import qat_of, read_qat
+from megatron_lightning.precision.served.values import ServedFormat
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.gpt_folders import make_folder
+from tests.helpers.layouts import Layout, make_layout, token_rows
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import trainer
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:.*has weights in")
+
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "head_dim": 16}
+FIXED = QAT("nvfp4", activations="nvfp4", fake_quant_after_n_steps=2)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder("llama", tmp_path_factory.mktemp("llama"), **SIZES)
+
+
+def _rows(count: int = 8) -> DataLoader[Any]:
+    return DataLoader(token_rows(count, 16, 67), batch_size=4)
+
+
+def _amax(module: Any) -> dict[str, float]:
+    scales = qat_of(module)["model"].rounding.inputs  # type: ignore[union-attr]
+    assert scales is not None
+    return scales.amax
+
+
+@pytest.mark.parametrize("strategy", [None, "megatron"])
+def test_the_first_steps_find_scales_that_stay(source: Path, strategy: str | None) -> None:
+    """The steps before are those of a plain training, and later inputs change no scale."""
+    results, amax = [], []
+    for steps, qat in ((2, None), (2, FIXED), (4, FIXED)):
+        torch.manual_seed(0)
+        module = HuggingFaceModule(str(source), qat=qat, learning_rate=1e-2)
+        chosen = MegatronStrategy(micro_batch_size=2) if strategy else "auto"
+        trainer(chosen, max_steps=steps).fit(module, _rows(16))
+        results.append(module.model.model.layers[0].mlp.up_proj.weight.detach().clone())
+        if qat is not None:
+            amax.append(dict(_amax(module)))
+    assert torch.equal(results[0], results[1])
+    assert len(amax[1]) == 14
+    assert amax[0] == amax[1] or strategy is None
+    attention = "model.layers.0.self_attn"
+    assert len({amax[1][f"{attention}.{n}_proj"] for n in "qkv"}) == 1
+
+
+def test_a_folder_is_the_trained_forward(source: Path, tmp_path: Path) -> None:
+    checkpoint, served = tmp_path / "run.ckpt", tmp_path / "served"
+    module = GPTLightningModule(init_from_hf=str(source), qat=FIXED, learning_rate=1e-2)
+    run = trainer(MegatronStrategy(), max_steps=4)
+    run.fit(module, _rows(16))
+    (metrics,) = run.validate(module, _rows(), verbose=False)
+    run.save_checkpoint(checkpoint)
+    record = read_qat(open_checkpoint(checkpoint).state())["model"]
+    assert record.input_amax == _amax(module)
+    commands.export(str(checkpoint), str(served))
+    stored = load_file(served / "model.safetensors")
+    model: Any = AutoBridge.from_hf_pretrained(served).to_model(dtype=torch.float32)
+    form = ServedFormat.of("nvfp4")
+    for path, layer in model.named_modules():
+        if f"{path}.input_global_scale" in stored:
+            # With the scale of the folder, at the largest input that it can hold.
+            amax = (2688.0 / stored[f"{path}.input_global_scale"]).reshape(1, 1)
+            layer.register_forward_pre_hook(
+                lambda _, args, amax=amax: (rounded_inputs(args[0], form, amax),)
+            )
+    losses = []
+    with torch.no_grad():
+        for batch in _rows():
+            logits = model(batch["tokens"]).logits
+            losses.append(
+                nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+            )
+    assert float(torch.stack(losses).mean()) == pytest.approx(metrics["val_loss"], rel=1e-5)
+    # Text and scores from the checkpoint have rounded inputs as well.
+    prompt, want = [1, 5, 9, 13], [21, 30]
+    (score,) = Engine.load(str(checkpoint)).score([prompt], [want])
+    with torch.no_grad():
+        rows = model(torch.tensor([prompt + want[:-1]])).logits[0, -2:].log_softmax(-1)
+    expected = [float(row[token]) for row, token in zip(rows, want, strict=True)]
+    assert score.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_resume_goes_on_with_its_scales(source: Path, tmp_path: Path) -> None:
+    path = str(tmp_path / "run.ckpt")
+    first = HuggingFaceModule(str(source), qat=FIXED, learning_rate=1e-2)
+    run = trainer(MegatronStrategy(), max_steps=3)
+    run.fit(first, _rows(16))
+    run.save_checkpoint(path)
+    again = HuggingFaceModule(str(source), qat=FIXED, learning_rate=1e-2)
+    trainer(MegatronStrategy(), max_steps=4).fit(again, _rows(16), ckpt_path=path)
+    assert _amax(again) == _amax(first)
+    plain = HuggingFaceModule(str(source), learning_rate=1e-2)
+    run = trainer(MegatronStrategy(), max_steps=3)
+    run.fit(plain, _rows(16))
+    run.save_checkpoint(path)
+    late = HuggingFaceModule(str(source), qat=FIXED, learning_rate=1e-2)
+    with pytest.raises(ConfigError, match=r"no scale at step 3 .*fake_quant_after_n_steps.* above"):
+        trainer(MegatronStrategy(), max_steps=4).fit(late, _rows(16), ckpt_path=path)
+
+
+def _find(layout: Layout, folder: str, path: str) -> None:
+    torch.manual_seed(0)
+    module = GPTLightningModule(init_from_hf=folder, qat=FIXED, learning_rate=1e-3)
+    data = DataLoader(token_rows(24, 16, 67), batch_size=8 // layout.data)
+    run = trainer(layout.strategy(), max_steps=3)
+    run.fit(module, data)
+    run.save_checkpoint(path)
+
+
+LONG = [make_layout("tp2-pp2", 4, tp=2, pp=2), make_layout("cp2", 2, cp=2)]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [make_layout("pp2", 2, pp=2), *(pytest.param(x, marks=pytest.mark.slow) for x in LONG)],
+    ids=lambda layout: layout.name,
+)
+def test_ranks_have_the_scales_of_one_process(layout: Layout, tmp_path: Path) -> None:
+    folder = make_folder("qwen3-moe", tmp_path, **SIZES)
+    found = []
+    for tried in (make_layout("one", 1), layout):
+        path = str(tmp_path / tried.name)
+        run_ranks(tried.ranks, _find, tried, str(folder), path)
+        found.append(read_qat(open_checkpoint(path).state())["model"].input_amax)
+    assert found[0].keys() == found[1].keys()
+    assert len(found[0]) == 4 + 4
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_without_steps_there_are_no_scales(source: Path) -> None:
+    with pytest.raises(ConfigError, match="activations=nvfp4 has scales that the first steps find"):
+        QAT("nvfp4", activations="nvfp4")
+    with pytest.raises(ConfigError, match="of which servers have no kernel"):
+        QAT("int4", activations="int4")  # type: ignore[arg-type]
+    module = HuggingFaceModule(str(source), qat=FIXED)
+    (before,) = trainer(MegatronStrategy()).validate(module, _rows(), verbose=False)
+    assert before["val_loss"] > 0
