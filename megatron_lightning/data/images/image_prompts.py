@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_lightning.data.chat.chat_template import ChatTemplate
 from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
 from megatron_lightning.data.chat.conversations import Chat, parse_row
+from megatron_lightning.data.images.document_images import GrownText
 from megatron_lightning.data.images.image_files import (
     ImageFiles,
     Size,
@@ -24,12 +27,49 @@ from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.errors import ConfigError, DataError
 
 
-class Prompt(NamedTuple):
+@dataclass(frozen=True)
+class PromptImages:
+    """Images of a prompt as files. Their pixels are many times as large."""
+
+    processor: ImageProcessor
+    text: str
+    """The prompt, with a placeholder for each image."""
+    ids: Sequence[int]
+    """Ids of the prompt."""
+    pictures: Callable[[], Sequence[Any]]
+    """Decodes the images."""
+    num_bytes: int
+    """Bytes of the files."""
+
+    def entries(self) -> Mapping[str, Any]:
+        """Return the entries for the model, tensors by name.
+
+        Raises:
+            DataError: If an image cannot be decoded, or the processor makes other ids than the
+                prompt's.
+        """
+        ids, entries = self.processor.document(self.text, self.pictures())
+        if ids != self.ids:
+            raise DataError(
+                f"{self.processor.name} makes {len(ids)} tokens of the prompt with its images, "
+                f"which are others than those of blank images of the same sizes ({len(self.ids)} "
+                "tokens); take another processor"
+            )
+        return entries
+
+
+@dataclass(frozen=True)
+class Prompt:
     """A prompt of a model with a vision tower."""
 
     ids: list[int]
-    entries: Mapping[str, Any] | None = None
-    """Entries of images, tensors by name. None: the prompt is text."""
+    images: PromptImages | None = None
+    """None: the prompt is text."""
+
+    @property
+    def entries(self) -> Mapping[str, Any] | None:
+        """Entries of images for the model, made anew. None: the prompt is text."""
+        return None if self.images is None else self.images.entries()
 
 
 Check = Callable[[str, int], object]
@@ -163,7 +203,8 @@ class ImagePrompts:
         if self.processor.placeholder not in text:
             text = text.replace(TAG, self.processor.placeholder)
         self._check_places("a prompt", text, len(pictures))
-        return self._made("a prompt", text, pictures)
+        sizes = [(one.height, one.width) for one in pictures]
+        return self._made("a prompt", text, sizes, lambda: [one.convert("RGB") for one in pictures])
 
     def _check_places(self, where: str, text: str, num_images: int) -> None:
         processor, placeholder = self.processor, self.processor.placeholder
@@ -178,18 +219,30 @@ class ImagePrompts:
         if number < num_images:
             raise DataError(f"{where} has {number} places {placeholder} for {num_images} images")
 
-    def _made(self, where: str, text: str, pictures: Sequence[Any]) -> Prompt:
+    def _made(
+        self,
+        where: str,
+        text: str,
+        sizes: Sequence[Size],
+        pictures: Callable[[], Sequence[Any]],
+        num_bytes: int = 0,
+    ) -> Prompt:
         processor = self.processor
-        if not pictures:
+        if not sizes:
             return Prompt(processor.tokens(text))
-        ids, entries = processor.document(text, [one.convert("RGB") for one in pictures])
-        grown = processor.growth([(one.height, one.width) for one in pictures])
+        grown = processor.growth(sizes)
+        ids = processor.tokens(GrownText.of(text, processor.placeholder, grown).text)
         if self._num_words(ids) != sum(self._num_words(processor.tokens(one)) for one in grown):
             raise DataError(
                 f"{where} has words beside its images, which {processor.name} reads as an image; "
                 "write other words"
             )
-        return Prompt(ids, entries)
+        return Prompt(ids, PromptImages(self._decoding, text, ids, pictures, num_bytes))
+
+    @cached_property
+    def _decoding(self) -> ImageProcessor:
+        """A processor that another thread may use: tokenizers are for one thread at a time."""
+        return deepcopy(self.processor)
 
     def _num_words(self, ids: Sequence[int]) -> int:
         """Return the number of ids that stand for images."""
@@ -208,7 +261,13 @@ class ImagePrompts:
             grown = self.processor.growth([size for _, _, size in images]) if images else []
             num_tokens = sum(len(self.processor.tokens(one)) for one in grown)
             check(text.replace(self.processor.placeholder, ""), num_tokens)
-        return self._made(chat.where, text, [picture(where, data) for where, data, _ in images])
+        return self._made(
+            chat.where,
+            text,
+            [size for _, _, size in images],
+            lambda: [picture(where, data) for where, data, _ in images],
+            sum(len(data) for _, data, _ in images),
+        )
 
     def _opened(self, chat: Chat, files: ImageFiles) -> list[tuple[str, bytes, Size]]:
         """Return place, bytes and size of each image. No pixel is decoded."""

@@ -35,6 +35,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
     max_queue: int = 256,
     timeout_s: float = 600.0,
     max_body_mib: float = 4.0,
+    max_waiting_mib: float = 256.0,
     max_images: int = 8,
     max_image_mpixels: float = 16.0,
 ) -> None:
@@ -53,6 +54,8 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
         max_queue: Running and waiting requests, at most. Further requests are refused.
         timeout_s: Seconds of a request.
         max_body_mib: MiB of a request, with its images.
+        max_waiting_mib: MiB of waiting requests with their images, at most. Further requests are
+            refused.
         max_images: Images of a request, at most. Images are data URLs: nothing is fetched.
         max_image_mpixels: Million pixels of an image, at most.
 
@@ -77,6 +80,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
             "api_key": key,
             "hosts": _accepted_hosts(host, allowed_hosts or ()),
             "max_body_bytes": int(max_body_mib * 2**20),
+            "max_waiting_bytes": int(max_waiting_mib * 2**20),
             "timeout_s": timeout_s,
         },
     }

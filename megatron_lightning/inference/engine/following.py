@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator
 
+from megatron_lightning.data.images.image_prompts import PromptImages
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine.request_batch import NOT_FINITE, Request
 from megatron_lightning.inference.engine.uncached_loop import Sampling
@@ -51,7 +51,7 @@ class Reader:
         tokens: Token ids.
         sampling: How tokens are chosen.
         num_scored: Number of last tokens to score.
-        entries: Entries of the prompt's images for the model.
+        images: Images of the prompt.
         follows: Whether each step's state is wanted. False: the last state alone.
         news: Told of changes. None: the reader's own.
 
@@ -66,7 +66,7 @@ class Reader:
         sampling: Sampling,
         num_scored: int = 0,
         *,
-        entries: Mapping[str, Any] | None = None,
+        images: PromptImages | None = None,
         follows: bool = False,
         news: News | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class Reader:
         """State of the request so far."""
         self._newest: Written | ApiError = self.last
         try:
-            self._number = stepping.add(tokens, sampling, num_scored, self._tell, entries)
+            self._number = stepping.add(tokens, sampling, num_scored, self._tell, images)
         except ConfigError as error:
             raise ApiError(503, str(error)) from error
 

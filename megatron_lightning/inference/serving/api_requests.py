@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_lightning.data.chat.conversations import ASSISTANT, REASONING
 from megatron_lightning.data.images.image_parts import has_images
-from megatron_lightning.data.images.image_prompts import ImagePrompts
+from megatron_lightning.data.images.image_prompts import ImagePrompts, PromptImages
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.commands.text_codec import Codec
 from megatron_lightning.inference.engine.uncached_loop import Sampling
@@ -62,8 +62,8 @@ class ApiRequest:
     """Names of functions that the model may call."""
     most_calls: int | None = None
     """Calls in an answer, at most. None: any number."""
-    entries: Mapping[str, Any] | None = None
-    """Entries of a chat's images for the model."""
+    images: PromptImages | None = None
+    """Images of a chat."""
 
     @property
     def num_texts(self) -> int:
@@ -107,7 +107,7 @@ def parse(
         raise ApiError(
             404, f"there is no model {shown(request.model)}; this server has {name!r}.", "model"
         )
-    entries = None
+    chat_images = None
     if isinstance(request, ChatBody) and has_images(body):
         chat, encode = request, partial(codec.ids, special=False)
 
@@ -116,8 +116,9 @@ def parse(
             number = len(_encoded(encode, text, longest)) + num_image_tokens
             _most_new_tokens(chat, number, longest)
 
-        ids, entries = chat_with_images(request, body, images, check)
-        prompts, echo, tools = [ids], False, _tools(request)
+        prompt = chat_with_images(request, body, images, check)
+        chat_images = prompt.images
+        prompts, echo, tools = [prompt.ids], False, _tools(request)
     elif isinstance(request, ChatBody):
         text = _conversation(request, body, codec)
         prompts, echo, tools = [_chat_ids(text, codec, longest)], False, _tools(request)
@@ -138,7 +139,7 @@ def parse(
         bool(options and options.include_usage),
         tools,
         1 if isinstance(request, ChatBody) and request.parallel_tool_calls is False else None,
-        entries,
+        chat_images,
     )
 
 

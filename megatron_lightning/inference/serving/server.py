@@ -56,6 +56,8 @@ class ServerSettings:
     hosts: frozenset[str] | None = None
     """Accepted names in the header Host. None: all."""
     max_body_bytes: int = 4 << 20
+    max_waiting_bytes: int = 256 << 20
+    """Bytes of requests that are being parsed, and of images of waiting requests."""
     timeout_s: float = 600.0
     """Time of a request."""
 
@@ -82,6 +84,7 @@ class Server:
         self._images = images
         self._settings = settings
         self._parsing = asyncio.Lock()
+        self._parsing_bytes = 0
 
     def app(self) -> FastAPI:
         """Return the application."""
@@ -154,23 +157,27 @@ class Server:
         settings = self._settings
         deadline = time.monotonic() + settings.timeout_s
         try:
-            body = await asyncio.wait_for(self._body(http), settings.timeout_s)
+            body, size = await asyncio.wait_for(self._body(http), settings.timeout_s)
         except asyncio.TimeoutError as error:
             raise ApiError(408, "the body took longer than this server allows.") from error
         except ClientDisconnect:
             return Response(status_code=_GONE)
-        self._check_free(1)  # before texts are encoded and images decoded
-        async with self._parsing:
-            # Beside the event loop: a long prompt takes seconds.
-            request = await asyncio.to_thread(
-                parse,
-                body,
-                self._codec,
-                name=settings.name,
-                longest=settings.longest,
-                is_chat=is_chat,
-                images=self._images,
-            )
+        self._check_free(1, size)  # before texts are encoded
+        self._parsing_bytes += size
+        try:
+            async with self._parsing:
+                # Beside the event loop: a long prompt takes seconds.
+                request = await asyncio.to_thread(
+                    parse,
+                    body,
+                    self._codec,
+                    name=settings.name,
+                    longest=settings.longest,
+                    is_chat=is_chat,
+                    images=self._images,
+                )
+        finally:
+            self._parsing_bytes -= size
         self._check_room(request)
         answer = Answer(request, settings.name, self._codec)
         texts, scores = ReaderGroup(), ReaderGroup()
@@ -180,8 +187,8 @@ class Server:
             return StreamingResponse(events, media_type="text/event-stream")
         return await self._whole(http, answer, texts, scores, deadline)
 
-    async def _body(self, http: Request) -> Any:
-        """Return the JSON of a request.
+    async def _body(self, http: Request) -> tuple[Any, int]:
+        """Return the JSON of a request, and the number of bytes.
 
         Raises:
             ApiError: If the body is too large, or no JSON.
@@ -205,7 +212,7 @@ class Server:
             ) from error
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is no JSON ({error}).") from error
-        return body
+        return body, len(content)
 
     def _check_room(self, request: ApiRequest) -> None:
         """Check that the queue has room for all texts of a request.
@@ -221,11 +228,20 @@ class Server:
                 f"{self._stepping.max_queue} at once. Send fewer prompts, or lower n."
             )
             raise ApiError(400, message, "prompt")
-        self._check_free(number)
+        self._check_free(number, 0 if request.images is None else request.images.num_bytes)
 
-    def _check_free(self, number: int) -> None:
+    def _check_free(self, number: int, size: int) -> None:
+        """Check that there is room for ``number`` texts, and ``size`` bytes."""
         if number > self._stepping.room:
             raise ApiError(429, "too many requests wait. Try again later.")
+        limit = self._settings.max_waiting_bytes
+        held = self._parsing_bytes + self._stepping.image_bytes
+        if held + size > limit:
+            raise ApiError(
+                429,
+                f"waiting requests and their images have {held:,} bytes, this one {size:,}, and "
+                f"this server holds {limit:,}. Try again later, or send smaller images.",
+            )
 
     def _begin(self, request: ApiRequest, texts: ReaderGroup, scores: ReaderGroup) -> None:
         """Begin to write, and to score prompts."""
@@ -238,7 +254,7 @@ class Server:
                         stepping,
                         tokens,
                         sampling,
-                        entries=request.entries,
+                        images=request.images,
                         follows=follows,
                         news=texts.news,
                     )

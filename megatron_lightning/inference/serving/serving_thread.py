@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_lightning.data.images.image_prompts import PromptImages
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine.request_batch import Request
 from megatron_lightning.inference.engine.scheduler import Scheduler
@@ -31,8 +32,8 @@ class Order:
     tokens: list[int]
     sampling: Sampling
     num_scored: int
-    entries: Mapping[str, Any] | None = None
-    """Entries of the prompt's images for the model."""
+    has_images: bool = False
+    """Whether the first rank keeps images of the prompt."""
 
 
 @dataclass
@@ -65,6 +66,7 @@ class Stepping:
         """Running and waiting requests, at most."""
         self._news = News()
         self._sinks: dict[int, Sink] = {}
+        self._images: dict[int, PromptImages] = {}
         self._numbers = itertools.count()
         self._wake = threading.Condition()
         self._ready = threading.Event()
@@ -76,13 +78,19 @@ class Stepping:
         """Number of further requests taken now."""
         return self.max_queue - len(self._sinks)
 
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of the images of waiting requests. Texts of one prompt share them."""
+        with self._wake:
+            return sum({id(one): one.num_bytes for one in self._images.values()}.values())
+
     def add(
         self,
         tokens: list[int],
         sampling: Sampling,
         num_scored: int,
         sink: Sink,
-        entries: Mapping[str, Any] | None = None,
+        images: PromptImages | None = None,
     ) -> int:
         """Run a request. Return the number of the request.
 
@@ -94,13 +102,17 @@ class Stepping:
                 raise ConfigError("the server ends, and takes no further request.")
             number = next(self._numbers)
             self._sinks[number] = sink
-            self._news.orders.append(Order(number, tokens, sampling, num_scored, entries))
+            if images is not None:
+                self._images[number] = images
+            order = Order(number, tokens, sampling, num_scored, has_images=images is not None)
+            self._news.orders.append(order)
             self._wake.notify()
         return number
 
     def give_up(self, number: int) -> None:
         """Give a request up: nobody reads the text."""
         with self._wake:
+            self._images.pop(number, None)
             if self._sinks.pop(number, None) is not None:
                 self._news.given_up.append(number)
                 self._wake.notify()
@@ -166,8 +178,6 @@ class Stepping:
         request: Request = self.engine.requests.one(
             order.tokens, sampling=order.sampling, num_scored=order.num_scored
         )
-        if order.entries:
-            self.engine.add_images(request, order.entries)
         return request
 
     def _refuse(self, number: int, error: ConfigError) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import struct
 import warnings
 import zlib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from queue import Queue
@@ -172,20 +174,60 @@ def test_a_prompt_that_the_model_refuses_ends_no_server() -> None:
     folder = _folder("gemma3")
     maker = find_image_prompts(folder, find_codec(folder))
     image = Image.new("RGB", (16, 16))
-    ids, entries = maker.of_text(maker.processor.placeholder, [image])
+    prompt = maker.of_text(maker.processor.placeholder, [image])
+    ids, images = prompt.ids, prompt.images
     stepping = OwnStepping(load_engine(folder), 4)
     thread = start(stepping, lambda: None)
     told: Queue[Any] = Queue()
     sampling = Sampling(max_new_tokens=1, temperature=0.0)
     try:
-        stepping.add([*ids, *ids], sampling, 0, told.put, entries)
+        stepping.add([*ids, *ids], sampling, 0, told.put, images)
         assert "the model cannot answer this prompt (ValueError" in str(told.get(timeout=20))
-        stepping.add(ids, sampling, 0, told.put, entries)
+        stepping.add(ids, sampling, 0, told.put, images)
         assert told.get(timeout=20).tokens[:-1] == ids
     finally:
         stepping.end()
         thread.join()
     assert stepping.failure is None
+
+
+def test_a_text_that_nobody_reads_ends_and_waiting_images_are_bytes() -> None:
+    from megatron_lightning.inference.commands.load import load_engine
+    from megatron_lightning.inference.engine.uncached_loop import Sampling
+    from megatron_lightning.inference.serving.own_stepping import OwnStepping
+    from megatron_lightning.inference.serving.serving_thread import start
+
+    folder = _folder("qwen2_5_vl")
+    maker = find_image_prompts(folder, find_codec(folder))
+    picture = {"type": "image", "image": _png()}
+    prompt = maker.of_messages("the request", [{"role": "user", "content": [picture]}])
+    assert prompt.images is not None and prompt.images.num_bytes == len(_png())
+    stepping = OwnStepping(load_engine(folder), 4)
+    told: Queue[Any] = Queue()
+    long = Sampling(max_new_tokens=400, temperature=0.0)
+    first, second = (stepping.add(prompt.ids, long, 0, told.put, prompt.images) for _ in range(2))
+    assert stepping.image_bytes == len(_png())  # shared by the texts of a prompt
+    stepping.give_up(second)
+    assert stepping.image_bytes == len(_png())
+    thread = start(stepping, lambda: None)
+    try:
+        request = told.get(timeout=20)
+        assert stepping.image_bytes == 0
+        stepping.give_up(first)
+        stepping.add(prompt.ids, Sampling(max_new_tokens=1), 0, told.put, prompt.images)
+        while told.get(timeout=20) is request:
+            pass
+    finally:
+        stepping.end()
+        thread.join()
+    assert request.reason == "abort" and len(request.new_tokens) < 400
+    assert stepping.failure is None
+
+
+def _png() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (36, 20), "red").save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def _drawn(folder: Path) -> Path:
@@ -222,7 +264,8 @@ def test_a_server_answers_about_data_urls_alone(
     thread = start(stepping, lambda: None)
     images = find_image_prompts(folder, codec, max_images=2, max_pixels=1_000_000)
     settings = ServerSettings(name="tiny", longest=engine.longest)
-    client = TestClient(Server(stepping, codec, settings, images).app())
+    server = Server(stepping, codec, settings, images)
+    client = TestClient(server.app())
     name = draw_image(tmp_path / "a.png", 20, 36)
 
     def asked(*content: Any, **options: Any) -> Any:
@@ -239,13 +282,16 @@ def test_a_server_answers_about_data_urls_alone(
         )
         answer = asked(image).json()
         assert answer["choices"][0]["message"]["content"] == expected
-        assert asked(image, stream=True).text.count('"delta"') > 1
+        assert asked(image, stream=True).text.endswith("data: [DONE]\n\n")
         assert asked().status_code == 200
         with monkeypatch.context() as patch:  # no pixel of a prompt that is too long is decoded
             patch.setattr(image_prompts, "picture", None)
             assert "longer than the 512" in asked(image, max_tokens=510).text
             patch.setattr(stepping, "max_queue", 0)
             assert asked(image).status_code == 429
+        with monkeypatch.context() as patch:
+            patch.setattr(server, "_settings", replace(settings, max_waiting_bytes=200))
+            assert "holds 200. Try again later" in asked(image).text
         draw_image(tmp_path / "large.png", 1_001, 1_000)
         for content, match in (
             (
