@@ -7,7 +7,7 @@ Ranks at the same position in the pipeline hold the same, so each pipeline rank 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from megatron_lightning.config import (
@@ -39,6 +39,7 @@ from megatron_lightning.planning.ledger.quantized_weights import (
     count_matrices,
 )
 from megatron_lightning.planning.ledger.rank_parameters import split_stages
+from megatron_lightning.planning.ledger.tower_memory import TowerSizes
 from megatron_lightning.planning.search.unit_cache import LikeUnits
 from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.rules import check_data_parallel, check_model_layout
@@ -139,6 +140,8 @@ class Training:
     """Trained adapters of a frozen model. None: all parameters are trained."""
     rounds_weights: bool = False
     """Whether the forward rounds the weights of blocks."""
+    tower: TowerSizes | None = None
+    """Tower of images on the first stage. None: the model reads text alone."""
 
 
 def memory(
@@ -265,6 +268,9 @@ def count_memory(
     profiles = alike.once_each(
         stages, lambda units: stage_profile(sizes, units, training.recompute)
     )
+    if training.tower is not None:
+        first = training.tower.added_to(profiles[0], sizes, training.adapters)
+        profiles = [first, *profiles[1:]]
     owned = [
         tuple(stages[number] for number in schedule.placement.stages_of(pp_rank))
         for pp_rank in range(sizes.layout.pp)
@@ -278,7 +284,24 @@ def count_memory(
             schedule, pp_rank, profiles, message_bytes=message, stream_bytes=sizes.stream_bytes
         )
         rows.append(RankMemory.of_state(pp_rank, state, activations, schedule.in_flight[pp_rank]))
+    if training.tower is not None:
+        begin = schedule.placement.pp_ranks[0]
+        rows[begin] = _with_tower(rows[begin], training.tower, sizes, training)
     return Memory(tuple(rows))
+
+
+def _with_tower(row: RankMemory, tower: TowerSizes, sizes: Sizes, training: Training) -> RankMemory:
+    """Return the bytes of a rank of the first stage with the state of the tower."""
+    state = tower.state(
+        training.grid, training.adapters, sizes.precision, training.data_parallel, training.data
+    )
+    return replace(
+        row,
+        parameters=row.parameters + state.parameters.total,
+        weights_bytes=row.weights_bytes + state.weights_bytes,
+        gradients_bytes=row.gradients_bytes + state.gradients_bytes,
+        optimizer_bytes=row.optimizer_bytes + state.optimizer_bytes,
+    )
 
 
 def _check_kinds(

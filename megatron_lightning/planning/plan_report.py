@@ -20,6 +20,7 @@ from megatron_lightning.planning.ledger.rank_parameters import (
     layer_of,
     split_stages,
 )
+from megatron_lightning.planning.ledger.tower_memory import TOWER, TowerSizes
 from megatron_lightning.planning.memory import Memory, RankMemory
 from megatron_lightning.planning.planned_run import MeasuredRecipe, PlannedRun, Recipe
 from megatron_lightning.planning.recipe_checks import check_sizes, recipe_memory
@@ -77,7 +78,9 @@ def _describe_recipe(recipe: Recipe, errors: Errors) -> dict[str, Any] | None:
     table = stages = None
     if choice is not None:
         table = errors.attempt(choice.table, recipe.num_microbatches)
-        stages = errors.attempt(split_stages, recipe.model, choice.placement, recipe.pipeline)
+        stages = errors.attempt(
+            split_stages, recipe.model, choice.placement, recipe.pipeline, ahead=recipe.ahead
+        )
     # All mistakes are collected, and the rest needs every part.
     if errors.found or grid is None or choice is None or table is None or stages is None:
         return None
@@ -91,6 +94,7 @@ def _describe_recipe(recipe: Recipe, errors: Errors) -> dict[str, Any] | None:
         "flops": _flops(recipe, grid),
         "bubble": _bubble(recipe, choice, table, stages),
         **({} if recipe.model.hybrid is None else {"layer_pattern": recipe.model.layer_pattern}),
+        **({} if recipe.tower is None else {"images": _images(recipe.tower)}),
     }
 
 
@@ -112,14 +116,18 @@ def _grid(recipe: PlannedRun, grid: RankGrid, *, has_experts: bool) -> dict[str,
 def _stages(
     recipe: Recipe, choice: ScheduleChoice, stages: Sequence[Sequence[str]]
 ) -> list[dict[str, Any]]:
-    costs = [sum(_operations(recipe, unit) for unit in units) for units in stages]
+    costs, tower = [_work(recipe, stage, units) for stage, units in enumerate(stages)], recipe.tower
     return [
         {
             "stage": stage,
             "pp_rank": choice.placement.pp_ranks[stage],
             "layers": [number for unit in units if (number := layer_of(unit)) is not None],
-            "other_units": [unit for unit in units if layer_of(unit) is None],
-            "parameters": count_rank(recipe.model, recipe.layout, [units]).total,
+            "other_units": [
+                *([TOWER] if tower is not None and stage == 0 else []),
+                *(unit for unit in units if layer_of(unit) is None),
+            ],
+            "parameters": count_rank(recipe.model, recipe.layout, [units]).total
+            + (tower.parameters if tower is not None and stage == 0 else 0),
             "cost": costs[stage] * len(costs) / sum(costs),
         }
         for stage, units in enumerate(stages)
@@ -144,6 +152,8 @@ def _flops(recipe: Recipe, grid: RankGrid) -> dict[str, float]:
     total = flops(recipe.model, batch_size=samples, sequence_length=recipe.sequence_length)
     if recipe.adapters is not None:
         total *= 2 / 3  # no gradients of frozen weights; adapters themselves are left out
+    if recipe.tower is not None:
+        total += samples * _tower_operations(recipe, recipe.tower)
     return {
         "step": total,
         "step_and_rank": total / grid.world_size,
@@ -155,8 +165,26 @@ def _flops(recipe: Recipe, grid: RankGrid) -> dict[str, float]:
 def _bubble(
     recipe: Recipe, choice: ScheduleChoice, table: Schedule, stages: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    works = [sum(_operations(recipe, unit) for unit in units) for units in stages]
+    works = [_work(recipe, stage, units) for stage, units in enumerate(stages)]
     return describe_bubble(choice, table, works)
+
+
+def _images(tower: TowerSizes) -> dict[str, int]:
+    return {"tokens": tower.image_tokens, "patches": tower.num_patches}
+
+
+def _work(recipe: Recipe, stage: int, units: Sequence[str]) -> float:
+    """Return the operations of a stage for one sample."""
+    own = sum(_operations(recipe, unit) for unit in units)
+    has_tower = recipe.tower is not None and stage == 0
+    return own + (_tower_operations(recipe, recipe.tower) if has_tower and recipe.tower else 0.0)
+
+
+def _tower_operations(recipe: Recipe, tower: TowerSizes) -> float:
+    """Return the operations of the tower for one sample. A frozen one has no backward."""
+    is_trained = tower.num_trained(recipe.adapters) > 0
+    share = (1 if recipe.adapters is None else 2 / 3) if is_trained else 1 / 3
+    return OPERATIONS_PER_WEIGHT * share * tower.multiply_adds()
 
 
 def _operations(recipe: Recipe, unit: str) -> float:
@@ -208,6 +236,12 @@ def report_text(found: Mapping[str, Any]) -> Iterator[str]:
         f"{operations['step']:.4g} FLOPs a step of {operations['global_batch_size']:,} samples, "
         f"{operations['step_and_rank'] / 1e12:.4g} TFLOPs a rank, {per_item}"
     )
+    if "images" in found:
+        images = found["images"]
+        yield (
+            f"images of {images['tokens']:,} tokens a sample pass the tower as "
+            f"{images['patches']:,} patches; set --image-tokens to those of your samples"
+        )
     count = f"{bubble['num_microbatches']} micro-batch{'es' * (bubble['num_microbatches'] > 1)}"
     if len(found["bytes"]["pp_ranks"]) == 1:
         yield f"no pipeline, {count}"

@@ -21,6 +21,7 @@ from megatron_lightning.models.measured import MeasuredModel
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.planning.ledger.adapter_memory import AdapterSizes
 from megatron_lightning.planning.ledger.layer_tapes import DeviceKind
+from megatron_lightning.planning.ledger.tower_memory import TowerSizes
 from megatron_lightning.precision.recipes import FP8Recipe
 
 
@@ -87,6 +88,13 @@ class Recipe(PlannedRun):
     """Values of a configuration file with the sizes of a :class:`GPTModel`."""
 
     model: TransformerConfig
+    tower: TowerSizes | None = None
+    """Tower of images before the model. None: it reads text alone."""
+
+    @property
+    def ahead(self) -> float:
+        """Cost of the tower on the first stage, in layers."""
+        return 0.0 if self.tower is None else self.tower.cost(self.model)
 
     @property
     def has_experts(self) -> bool:
@@ -96,7 +104,7 @@ class Recipe(PlannedRun):
     @property
     def num_parameters(self) -> int:
         """Parameters of the full model."""
-        return num_parameters(self.model)
+        return num_parameters(self.model) + (self.tower.parameters if self.tower else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

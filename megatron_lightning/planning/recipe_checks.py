@@ -84,5 +84,6 @@ def recipe_memory(
         recompute=recipe.recompute,
         adapters=recipe.adapters,
         rounds_weights=recipe.rounds_weights,
+        tower=recipe.tower,
     )
     return count_memory(sizes, training, table, stages)

@@ -5,12 +5,13 @@ Torch is imported by the call: a recipe with the sizes of a model is planned wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.models.measured import MeasuredModel
+from megatron_lightning.planning.ledger.tower_memory import TowerSizes
 
 
 def folder_config(path: str, **options: Any) -> TransformerConfig:
@@ -29,6 +30,28 @@ def folder_config(path: str, **options: Any) -> TransformerConfig:
         return AutoBridge.from_hf_pretrained(path, **options).to_config()
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
+
+
+def folder_sizes(
+    path: str, frozen: Mapping[str, Sequence[str]], **options: Any
+) -> tuple[TransformerConfig, TowerSizes | None]:
+    """Return the sizes of the text model of a folder, and of a tower of images. None: the model
+    reads text alone.
+
+    Args:
+        path: Folder or Hub id.
+        frozen: ``freeze`` and ``train_only`` of the module.
+        options: Options of ``AutoBridge.from_hf_pretrained``.
+
+    Raises:
+        ConfigError: If the folder cannot be read, or holds another kind of model.
+    """
+    from megatron_lightning.bridge.auto import is_checkpoint
+    from megatron_lightning.recipe_reading.image_models import image_model
+
+    is_folder = "family" not in options and not is_checkpoint(path)
+    found = image_model(path, **frozen, **options) if is_folder else None
+    return (folder_config(path, **options), None) if found is None else found
 
 
 def measured_model(

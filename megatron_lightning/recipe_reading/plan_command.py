@@ -23,6 +23,7 @@ def plan(
     overrides: Sequence[str] = (),
     world_size: int | None = None,
     device: str | None = None,
+    image_tokens: int | None = None,
     search: bool = False,
     json: bool = False,
 ) -> tuple[str, bool]:
@@ -40,6 +41,8 @@ def plan(
         world_size: Number of ranks. Default: the Trainer's num_nodes x devices.
         device: Say whether every rank fits into this device, and suggest changes if not: h100,
             h200, b200, a100, or cpu:GIB.
+        image_tokens: Tokens of the images of a sample, of a model with a tower of images. Default:
+            all tokens of a sample.
         search: List the layouts that fit into the device, the fastest first, instead of the
             recipe's own.
         json: Print JSON with the keys grid, stages, bytes, flops, bubble and errors, and where they
@@ -54,7 +57,7 @@ def plan(
     errors = Errors()
     target = None if device is None else planned_device(device)
     paths = [config] if isinstance(config, str) else config
-    recipe = read_recipe(paths, overrides, world_size, errors)
+    recipe = read_recipe(paths, overrides, world_size, errors, image_tokens=image_tokens)
     if search:
         return _search(recipe, target, errors, as_json=json)
     sections_found = None if recipe is None else describe(recipe, errors)

@@ -6,6 +6,7 @@ All mistakes are collected, so that a single run reports every mistake.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_lightning.config import (
@@ -23,20 +24,31 @@ from megatron_lightning.models.measured import MeasuredModel
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.planning.ledger.adapter_memory import AdapterSizes
 from megatron_lightning.planning.ledger.precision_bytes import precision_of
+from megatron_lightning.planning.ledger.tower_memory import TowerSizes
 from megatron_lightning.planning.planned_run import MeasuredRecipe, Recipe
 from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.recipe_reading.groups import read_group, read_object, read_section
-from megatron_lightning.recipe_reading.model_sizes import folder_config, measured_model
+from megatron_lightning.recipe_reading.model_sizes import (
+    folder_config,
+    folder_sizes,
+    measured_model,
+)
 from megatron_lightning.recipe_reading.sections import read_sections
 
 _MODEL, _STRATEGY = "GPTLightningModule", "MegatronStrategy"
 _FOLDER_MODEL = "HuggingFaceModule"
 _FOLDER_OPTIONS = ("revision", "family", "trust_remote_code")
+_FROZEN = ("freeze", "train_only")
 _FP8 = "MegatronFP8Precision"
 
 
 def read_recipe(
-    paths: Sequence[str], overrides: Sequence[str], world_size: int | None, errors: Errors
+    paths: Sequence[str],
+    overrides: Sequence[str],
+    world_size: int | None,
+    errors: Errors,
+    *,
+    image_tokens: int | None = None,
 ) -> Recipe | MeasuredRecipe | None:
     """Return the recipe in files, or None after recording mistakes in ``errors``.
 
@@ -45,6 +57,7 @@ def read_recipe(
         overrides: Options such as "trainer.devices=8". Options win over files.
         world_size: Number of ranks. None: the Trainer's num_nodes x devices.
         errors: Takes the mistakes.
+        image_tokens: Tokens of the images of a sample. None: all tokens of the sample.
     """
     sections = read_sections(paths, overrides, errors)
     if sections is None:
@@ -55,7 +68,7 @@ def read_recipe(
     layout = None if settings is None else errors.attempt(ParallelLayout.of, settings)
     fp8_recipe = _fp8_recipe(trainer.get("plugins"), errors)
     precision = trainer.get("precision") if fp8_recipe is None else "bf16-mixed"
-    model = _model(sections.get("model"), precision, settings or StrategySettings(), errors)
+    model, tower = _model(sections.get("model"), precision, settings or StrategySettings(), errors)
     is_measured = model is not None and not isinstance(model, TransformerConfig)
     if is_measured and fp8_recipe is not None:
         errors.add(
@@ -70,6 +83,12 @@ def read_recipe(
     runs = trainer.get("accumulate_grad_batches", 1)
     accumulated = _count(runs, "trainer.accumulate_grad_batches", errors)
     batch_size = _batch_size(data, layout, ranks, accumulated, errors)
+    if tower is not None:
+        tower = replace(tower, image_tokens=image_tokens or sequence_length)
+    elif image_tokens is not None and model is not None:
+        errors.add(
+            f"--image-tokens is {image_tokens}, and the model reads no images. Leave it out."
+        )
     if errors.found or model is None or settings is None or layout is None:
         return None
     run: dict[str, Any] = {
@@ -94,7 +113,7 @@ def read_recipe(
         **_step(sections.get("model"), errors),
     }
     if isinstance(model, TransformerConfig):
-        return Recipe(model=model, **run)
+        return Recipe(model=model, tower=tower, **run)
     return MeasuredRecipe(model=model, **run)
 
 
@@ -132,8 +151,9 @@ def _strategy(given: Any, errors: Errors) -> StrategySettings | None:
 
 def _model(
     given: Any, precision: Any, settings: StrategySettings, errors: Errors
-) -> TransformerConfig | MeasuredModel | None:
-    """Return the configuration of a :class:`GPTModel`, or measures of another module.
+) -> tuple[TransformerConfig | MeasuredModel | None, TowerSizes | None]:
+    """Return the configuration of a :class:`GPTModel`, or measures of another module, and the tower
+    of images before it.
 
     Args:
         given: The section of the model.
@@ -145,8 +165,8 @@ def _model(
     name = path.rpartition(".")[2]
     if name not in (_MODEL, _FOLDER_MODEL, ""):
         if errors.found:  # found without torch
-            return None
-        return errors.attempt(
+            return None, None
+        measured = errors.attempt(
             measured_model,
             path,
             arguments,
@@ -154,14 +174,18 @@ def _model(
             pipeline=settings.pipeline_options,
             plan=settings.sharding_plan,
         )
+        return measured, None
     folder = arguments.get("path" if name == _FOLDER_MODEL else "init_from_hf")
     if name == _FOLDER_MODEL or (arguments.get("config") is None and folder is not None):
         if not isinstance(folder, str):
             errors.add(f"model.path is {folder!r}. Set it to a Hugging Face folder or Hub id.")
-            return None
+            return None, None
         options = {key: arguments[key] for key in _FOLDER_OPTIONS if arguments.get(key) is not None}
-        return errors.attempt(folder_config, folder, **options)
-    return read_group(TransformerConfig, arguments.get("config"), "model.config", errors)
+        if name == _MODEL:
+            return errors.attempt(folder_config, folder, **options), None
+        frozen = {key: arguments[key] for key in _FROZEN if arguments.get(key)}
+        return errors.attempt(folder_sizes, folder, frozen, **options) or (None, None)
+    return read_group(TransformerConfig, arguments.get("config"), "model.config", errors), None
 
 
 def _adapters(given: Any, errors: Errors) -> AdapterSizes | None:

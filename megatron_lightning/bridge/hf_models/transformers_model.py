@@ -104,7 +104,7 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
 
 def ties_of_class(model_class: Any, config: Any) -> dict[str, str]:
     """Return further name -> first name of the parameters that a class ties by a configuration."""
-    with torch.device("meta"), _quiet():
+    with torch.device("meta"), quiet():
         model: nn.Module = model_class(config)
     return {name: owner for owner, *names in shared_names(model) for name in names}
 
@@ -145,7 +145,7 @@ def lazy_model(
     options["ignore_mismatched_sizes"] = True
     # transformers itself maps names and converts tensors, and takes lazy tensors for values.
     try:
-        with _quiet():
+        with quiet():
             model, info = model_class.from_pretrained(None, **options)
     except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
         info = {"error_msgs": [f"{type(error).__name__}: {str(error).splitlines()[0]}"]}
@@ -190,7 +190,7 @@ def pending_tensors(model: nn.Module) -> dict[str, Lazy]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hide the progress bar of loaded weights, since none are read. Hide the report of missing
     weights, since missing weights are errors here.
     """

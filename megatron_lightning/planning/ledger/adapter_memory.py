@@ -85,9 +85,12 @@ class AdapterSizes:
 
     def adapts(self, unit: str, weight: Weight) -> bool:
         """Return whether the layer of a weight in a unit gets adapters."""
-        path = ".".join(filter(None, (unit, weight.module)))
         if weight.kind != "matrix" or unit == OUTPUT:
             return False
+        return self.adapts_path(".".join(filter(None, (unit, weight.module))))
+
+    def adapts_path(self, path: str) -> bool:
+        """Return whether the linear layer at a path gets adapters."""
         chosen = self.target_modules == "all-linear" or _matches(self.target_modules, path)
         return chosen and not _matches(self.exclude_modules, path)
 

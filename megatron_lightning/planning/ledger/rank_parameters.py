@@ -29,6 +29,8 @@ from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules.actions import Placement
 from megatron_lightning.pipeline.schedules.stage_layouts import split_units
 
+_FIRST_LAYER = f"{LAYER}0"
+
 
 @dataclass(frozen=True)
 class ParameterCount:
@@ -49,14 +51,27 @@ class ParameterCount:
 
 
 def split_stages(
-    config: TransformerConfig, placement: Placement, options: PipelineOptions
+    config: TransformerConfig,
+    placement: Placement,
+    options: PipelineOptions,
+    *,
+    ahead: float = 0.0,
 ) -> tuple[tuple[str, ...], ...]:
     """Return the units of every stage.
+
+    Args:
+        config: The model.
+        placement: The stages.
+        options: Partition of the model.
+        ahead: Cost of a tower on the first stage, in layers.
 
     Raises:
         ConfigError: If the options do not fit the model.
     """
-    return split_units(pipeline_units(config), placement, options)
+    units = pipeline_units(config)
+    if ahead:
+        units = [(name, 1.0 + ahead) if name == _FIRST_LAYER else name for name in units]
+    return split_units(units, placement, options)
 
 
 def layer_of(unit: str) -> int | None:

@@ -171,7 +171,9 @@ class LayoutSearch:
         errors = Errors()
         check_sizes(recipe, errors)
         placement = Placement.loop(recipe.layout.pp, recipe.layout.vpp)
-        stages = errors.attempt(split_stages, recipe.model, placement, recipe.pipeline)
+        stages = errors.attempt(
+            split_stages, recipe.model, placement, recipe.pipeline, ahead=recipe.ahead
+        )
         return None if errors.found or stages is None else self._found(recipe, stages)
 
     def _found(self, recipe: Recipe, stages: Stages) -> FoundLayout | None:
@@ -232,7 +234,9 @@ class LayoutSearch:
                 account_for_loss_in_pipeline_split=counts,
             )
             try:
-                stages = split_stages(self._recipe.model, placement, options)
+                stages = split_stages(
+                    self._recipe.model, placement, options, ahead=self._recipe.ahead
+                )
             except ConfigError:
                 continue
             work = [0.0] * placement.num_ranks

@@ -23,6 +23,22 @@ from megatron_lightning.strategies import MegatronStrategy
 
 ROOT = Path(__file__).parents[3]
 LLAMA = ROOT / "configs" / "llama3_8b.yaml"
+FOLDERS = {
+    "qwen2_5_vl_7b_lora": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+        "max_position_embeddings": 128000, "sliding_window": 32768, "use_sliding_window": False,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {
+            "depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420,
+            "num_heads": 16, "in_chans": 3, "out_hidden_size": 3584, "patch_size": 14,
+            "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
+        },
+    }
+}  # fmt: skip
+"""Configurations of folders on the Hub that recipes name."""
 KEYS = ["grid", "stages", "bytes", "flops", "bubble", "errors"]
 
 
@@ -144,11 +160,29 @@ def test_a_plan_as_text(capsys: pytest.CaptureFixture[str]) -> None:
         # Its modules are looked at one by one, as bert's are.
         pytest.param(path, id=path.stem)
         for path in sorted((ROOT / "configs").glob("*.yaml"))
-        if path.stem != "qwen2_5_vl_7b_lora"  # plans are of GPTModel's families
     ],
 )
-def test_every_recipe_is_planned(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(capsys, f"--config={path}")["errors"] == []
+def test_every_recipe_is_planned(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [f"--config={path}"]
+    if path.stem in FOLDERS:
+        pytest.importorskip("transformers")
+        (tmp_path / "config.json").write_text(json.dumps(FOLDERS[path.stem]))
+        options.append(f"--model.path={tmp_path}")
+    assert plan(capsys, *options)["errors"] == []
+
+
+def test_a_recipe_with_images_has_the_published_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    name = "qwen2_5_vl_7b_lora"
+    (tmp_path / "config.json").write_text(json.dumps(FOLDERS[name]))
+    recipe = f"--config={ROOT / 'configs' / name}.yaml"
+    found = plan(capsys, recipe, f"--model.path={tmp_path}", "--device=h100")
+    assert found["stages"][0]["parameters"] == 8_292_166_656
+    assert found["device"]["fits"]
 
 
 def test_16384_ranks_take_less_than_2_s_and_no_torch() -> None:
