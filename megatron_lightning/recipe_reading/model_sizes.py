@@ -50,7 +50,10 @@ def folder_sizes(
     from megatron_lightning.recipe_reading.image_models import image_model
 
     is_folder = "family" not in options and not is_checkpoint(path)
-    found = image_model(path, **frozen, **options) if is_folder else None
+    try:
+        found = image_model(path, **frozen, **options) if is_folder else None
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
     return (folder_config(path, **options), None) if found is None else found
 
 
