@@ -59,6 +59,7 @@ from megatron_lightning.launch.starts import Starts
 from megatron_lightning.launch.torchrun import sizes_of_torchrun
 from megatron_lightning.lightning_internals.checkpoints import chosen_checkpoint, read_folders
 from megatron_lightning.lightning_internals.trainer import attached_trainer
+from megatron_lightning.names.answered_arguments import answering_other_names
 from megatron_lightning.parallel.grid.context import GROUPS
 from megatron_lightning.parallel.grid.nccl import read_nccl_options
 from megatron_lightning.parallel.shards.sharding import ShardingPlan
@@ -70,7 +71,6 @@ from megatron_lightning.strategies.checks import preflight
 from megatron_lightning.strategies.checks.folders import check_folder_saving
 from megatron_lightning.strategies.checks.kinds import is_folder_module
 from megatron_lightning.strategies.checks.namespaces import warn_of_other_namespace
-from megatron_lightning.strategies.checks.other_names import answering_other_names
 from megatron_lightning.strategies.checks.plugins import check_layer_sync
 from megatron_lightning.strategies.hooks.checkpoint_hooks import CheckpointHooks
 from megatron_lightning.strategies.hooks.setup_hooks import SetupHooks
