@@ -118,8 +118,8 @@ class StandIns:
                 if key not in self._absent:
                     self._absent[key] = StandIn.of(parameter, self._use)
                 self._place(parameter, self._absent[key])
-                handle = parameter.register_hook(partial(_make_way, parameter))
-                self._handles.append(handle)
+                make_way = partial(_make_way, parameter)
+                self._handles.append(parameter.register_hook(make_way))  # type: ignore[no-untyped-call]
 
     def _place(self, parameter: nn.Parameter, stand_in: StandIn) -> None:
         parameter.grad = stand_in
