@@ -5,6 +5,7 @@ time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,10 @@ class WeightStream:
         """Yield name and full tensor on every rank's device."""
         folder = self._make()
         return folder.values_of(folder.stream(self._format))
+
+    def write(self, path: Path) -> None:
+        """Write the current weights as a folder of ``transformers``. A collective of all ranks."""
+        self._make().write(path, overwrite=True)
 
     def __len__(self) -> int:
         """Return the number of tensors."""

@@ -268,6 +268,11 @@ class RolloutData(RunData):
             )
         return [rows] * count
 
+    @property
+    def updates_of_generation(self) -> int:
+        """Optimizer steps between two sampled generations."""
+        return self._num_updates() * self._num_iterations()
+
     def _rows_of_update(self) -> int:
         return self.batch_size * self._num_replicas() * self._num_accumulated()
 

@@ -45,6 +45,13 @@ class RolloutOptions:
         chat_template: Text or file of a chat template. Default: the tokenizer's.
         end_ids: Ids of tokens that end a text. Default: those of the model's folder.
         pad_to: Rows of a batch are padded to a multiple of this.
+        generators: Addresses of ``megatron-lightning serve --accept-weights``, which sample in the
+            place of the fit. They need the API key in ``MEGATRON_LIGHTNING_API_KEY``.
+        weights_folder: Folder that the fit writes weights to, and that generators read:
+            ``--accept-weights`` of all of them.
+        max_staleness: Generations, at most, between the weights that a row is sampled by and its
+            training. 0: none, as without generators.
+        generator_timeout_s: Seconds without an answer of any generator, before the fit ends.
 
     Raises:
         ConfigError: If a value, or the combination, cannot work.
@@ -70,6 +77,10 @@ class RolloutOptions:
     chat_template: str | None = None
     end_ids: list[int] | None = None
     pad_to: int = 64
+    generators: list[str] | None = None
+    weights_folder: str | None = None
+    max_staleness: int = 0
+    generator_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         check_counts(
@@ -105,4 +116,26 @@ class RolloutOptions:
             raise ConfigError(
                 "environment_options are set, and environment is not. Set it to a class path, or "
                 "leave the options out."
+            )
+        self._check_generators()
+
+    def _check_generators(self) -> None:
+        if self.generators is None:
+            if self.weights_folder is not None or self.max_staleness:
+                raise ConfigError(
+                    f"max_staleness={self.max_staleness} and weights_folder={self.weights_folder} "
+                    "are of generators, and generators is not set. Set it to the addresses of "
+                    "servers, or leave both out."
+                )
+            return
+        if not self.generators or self.prompts is None or self.weights_folder is None:
+            raise ConfigError(
+                f"generators={self.generators}, prompts={self.prompts} and weights_folder="
+                f"{self.weights_folder}: generators sample answers to prompts, by weights in a "
+                "folder that both sides reach. Set all three."
+            )
+        if self.max_staleness < 0 or self.generator_timeout_s <= 0:
+            raise ConfigError(
+                f"max_staleness={self.max_staleness} and generator_timeout_s="
+                f"{self.generator_timeout_s}; must not be negative, and the time not 0."
             )

@@ -360,7 +360,9 @@ def load_engine(
         refuse_routes(options)
         check_drafts(None, options or EngineOptions())
         maker = RequestMaker(longest=saved.longest, stops=frozenset(ends), decode=decode)
-        return OwnGenerate(model, context, maker)
+        own = OwnGenerate(model, context, maker)
+        own.part = part
+        return own
     executor = PipelineExecutor(context, choice.placement)
     return Engine(
         model,

@@ -38,6 +38,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
     max_waiting_mib: float = 256.0,
     max_images: int = 8,
     max_image_mpixels: float = 16.0,
+    accept_weights: str | None = None,
 ) -> None:
     """Serve a trained model: OpenAI's completions and chats, and a page to try prompts.
 
@@ -58,6 +59,8 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
             refused.
         max_images: Images of a request, at most. Images are data URLs: nothing is fetched.
         max_image_mpixels: Million pixels of an image, at most.
+        accept_weights: Folder with new weights of a fit that this server samples for. Requests of
+            the fit need an API key, and change the model for all.
 
     Raises:
         ConfigError: If the values cannot work together, or the packages are not installed.
@@ -67,6 +70,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
     _check_installed()
     key = _api_key(api_key_file)
     _check_address(host, key)
+    _check_weights(accept_weights, key, model)
     job = ModelJob(model)
     job.check()
     settings = {
@@ -74,6 +78,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
         "port": port,
         "max_queue": max_queue,
         "checkpoint": model.checkpoint,
+        "accept_weights": accept_weights,
         "images": {"max_images": max_images, "max_pixels": int(max_image_mpixels * 1e6)},
         "server": {
             "name": name or Path(model.checkpoint).name or model.checkpoint,
@@ -95,6 +100,10 @@ def _serve(engine: TextModel, codec: Codec, settings: Any) -> None:
 
     kind = OwnStepping if isinstance(engine, OwnGenerate) else Stepping
     stepping = kind(engine, settings["max_queue"])
+    if settings["accept_weights"] is not None:
+        from megatron_lightning.inference.serving.new_weights import NewWeights
+
+        stepping.weights = NewWeights(engine, settings["checkpoint"], settings["accept_weights"])
     if engine.context.rank != 0:
         # The first rank drains, and then ends all ranks.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -174,6 +183,21 @@ def _check_address(host: str, key: str | None) -> None:
         raise ConfigError(
             f"host={host} is reached by others, and there is no API key. Set {_KEY} or "
             "api_key_file, or host to 127.0.0.1."
+        )
+
+
+def _check_weights(folder: str | None, key: str | None, model: ModelOptions) -> None:
+    if folder is None:
+        return
+    if key is None:
+        raise ConfigError(
+            f"accept_weights={folder} lets requests change the model, and there is no API key. Set "
+            f"{_KEY} or api_key_file, and the same key where the fit runs."
+        )
+    if model.adapters is not None:
+        raise ConfigError(
+            f"accept_weights={folder} and adapters={model.adapters}: new weights are a model or "
+            "its adapters. Leave adapters out: the fit brings them."
         )
 
 

@@ -84,6 +84,9 @@ class Request:
     """Tokens proposed behind the text. The next step verifies them."""
     end: tuple[int, float] | None = None
     """The end token chosen behind the text, and its log-probability. None: there is none."""
+    steps: list[int | None] = field(default_factory=list)
+    """Step of the weights that chose each new token, the end token included. Empty: not
+    recorded."""
     entries: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Entries of the prompt's images for the model."""
     reason: str | None = None
@@ -173,6 +176,11 @@ class Request:
                     self.reason = "length"
             else:
                 self._append(int(token), best_logprob)
+
+    def note_step(self, step: int | None) -> None:
+        """Record the step of the weights behind the tokens since the last call."""
+        count = len(self.logprobs) + (self.end is not None)
+        self.steps += [step] * (count - len(self.steps))
 
     def _append(self, token: int, best_logprob: float) -> None:
         if token in self.stops:

@@ -168,9 +168,20 @@ class Scheduler:
                 return False
         return True
 
+    def restart(self) -> None:
+        """Compute the keys of all running requests again, between steps: they are of other
+        weights.
+        """
+        for group in self._running:
+            while group:
+                self._pause(group.pop())
+
     def _pause(self, request: Request) -> None:
         self.allocator.release(request)
         request.done, request.drafts = 0, ()
+        if request.num_scored:  # all places are scored again
+            request.logprobs.clear()
+            request.best.clear()
         self._waiting.appendleft(request)
 
     def _admit(

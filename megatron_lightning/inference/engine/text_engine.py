@@ -87,6 +87,7 @@ class Engine(TextModel):
             forward_context=forward_context,
             prepare=prepare,
         )
+        self.part = part
         self.options = options or EngineOptions()
         self._recorder = (
             RouteRecorder(getattr(model, "config", None), context)

@@ -39,6 +39,8 @@ class Completion:
     end: tuple[int, float] | None = field(default=None, compare=False)
     """The end token chosen behind ``tokens``, and its log-probability. None: the text ended
     otherwise."""
+    steps: list[int | None] | None = field(default=None, compare=False)
+    """Step of the weights that chose each of :attr:`sampled_tokens`. None: of the model at hand."""
     routes: torch.Tensor | None = field(default=None, compare=False)
     """[t, m, k] int32 experts of each token of prompt and text in each of the model's m layers of
     experts. -1 for a last token not read by the model. None: routes are not recorded."""
@@ -97,6 +99,8 @@ class TextModel(ABC):
         """Makes requests for :meth:`run`."""
         self.draft_counts = DraftCounts()
         """Drafts of all texts so far."""
+        self.part: Any = None
+        """Description of the rank's part of a loaded model."""
         self._uses_inference_mode = uses_inference_mode
         self._forward_context = forward_context
         self._prepare = prepare
@@ -250,7 +254,7 @@ def _completion_of(request: Request) -> Completion:
         request.logprobs,
         request.reason or "length",
         request.end,
-        request.routes,
+        routes=request.routes,
     )
 
 

@@ -32,6 +32,8 @@ class OwnStepping(Stepping):
             news = world.broadcast_object(news)
             if news.stops:
                 return
+            if news.weights is not None:
+                self._take(news.weights)
             given_up = set(news.given_up)
             waiting = [one for one in (*waiting, *news.orders) if one.number not in given_up]
             if waiting:
@@ -76,6 +78,7 @@ class OwnStepping(Stepping):
         return made
 
     def _tell(self, number: int, request: Request) -> None:
+        request.note_step(None if self.weights is None else self.weights.step)
         if request.reason is None and len(request.new_tokens) % _LOOK == 0:
             is_read = number in self._sinks  # of the first rank
             if not self.engine.context.axis("world").broadcast_object(is_read):

@@ -1,7 +1,7 @@
 """The HTTP side of ``megatron-lightning serve``: OpenAI's completions and chats, models and health.
 
-No request changes the server: there is no CORS, bodies are JSON of a limited size, and templates
-come from the tokenizer alone.
+No request changes the server, but new weights for ``--accept-weights``, with the API key: there is
+no CORS, bodies are JSON of a limited size, and templates come from the tokenizer alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megatron_lightning.inference.engine.uncached_loop import Sampling
 from megatron_lightning.inference.serving.api_answers import Answer
 from megatron_lightning.inference.serving.api_models import ApiError
 from megatron_lightning.inference.serving.api_requests import ApiRequest, parse
+from megatron_lightning.inference.serving.rollouts import RolloutApi
 from megatron_lightning.inference.serving.serving_thread import Stepping
 from megatron_lightning.optional import missing
 
@@ -35,6 +36,7 @@ except ImportError as error:
 
 _GONE = 499
 """Status of an answer that nobody reads."""
+_LONG_BODY = 256 << 20
 _PUBLIC: Mapping[str, tuple[str, str]] = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
@@ -85,6 +87,7 @@ class Server:
         self._settings = settings
         self._parsing = asyncio.Lock()
         self._parsing_bytes = 0
+        self._rollouts = RolloutApi(stepping, self._long_body, _disconnected)
 
     def app(self) -> FastAPI:
         """Return the application."""
@@ -100,6 +103,9 @@ class Server:
         app.get("/v1/models/{name:path}")(self._model)
         app.post("/v1/completions")(self._completions)
         app.post("/v1/chat/completions")(self._chat)
+        if self._stepping.weights is not None:
+            app.post("/v1/rollouts")(self._texts)
+            app.post("/v1/weights")(self._weights)
         return app
 
     async def _guard(
@@ -187,13 +193,29 @@ class Server:
             return StreamingResponse(events, media_type="text/event-stream")
         return await self._whole(http, answer, texts, scores, deadline)
 
-    async def _body(self, http: Request) -> tuple[Any, int]:
+    async def _texts(self, http: Request) -> Response:
+        found = await self._rollouts.texts(http)
+        return Response(status_code=_GONE) if found is None else JSONResponse(found)
+
+    async def _weights(self, http: Request) -> Response:
+        return JSONResponse(await self._rollouts.weights(http))
+
+    async def _long_body(self, http: Request) -> Any:
+        """Return the JSON of a request of a fit, with the ids of all its prompts."""
+        body, _ = await self._body(http, _LONG_BODY)
+        return body
+
+    async def _body(self, http: Request, limit: int = 0) -> tuple[Any, int]:
         """Return the JSON of a request, and the number of bytes.
+
+        Args:
+            http: The request.
+            limit: Bytes, if more than the settings allow.
 
         Raises:
             ApiError: If the body is too large, or no JSON.
         """
-        limit = self._settings.max_body_bytes
+        limit = max(limit, self._settings.max_body_bytes)
         kind = http.headers.get("content-type", "").partition(";")[0]
         if kind.strip().lower() != "application/json":
             raise ApiError(415, "the body has to be application/json.")

@@ -10,15 +10,17 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_lightning.data.images.image_prompts import PromptImages
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.inference.engine.request_batch import Request
 from megatron_lightning.inference.engine.scheduler import Scheduler
 from megatron_lightning.inference.engine.text_model import TextModel
 from megatron_lightning.inference.engine.uncached_loop import Sampling
+from megatron_lightning.inference.serving.new_weights import NewWeights, Version
 
 _HEARTBEAT_S = 10.0  # well below the timeout of idle collectives
 _STEPS = 4  # of a pipeline's run, before new requests are seen
@@ -34,6 +36,8 @@ class Order:
     num_scored: int
     has_images: bool = False
     """Whether the first rank keeps images of the prompt."""
+    stops: frozenset[int] | None = None
+    """End tokens of the text. None: the engine's."""
 
 
 @dataclass
@@ -42,7 +46,13 @@ class News:
 
     orders: list[Order] = field(default_factory=list)
     given_up: list[int] = field(default_factory=list)
+    weights: Version | None = None
     stops: bool = False
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is something to do."""
+        return bool(self.orders or self.given_up or self.weights or self.stops)
 
 
 Sink = Callable[[Request | ConfigError | None], object]
@@ -70,6 +80,9 @@ class Stepping:
         self._numbers = itertools.count()
         self._wake = threading.Condition()
         self._ready = threading.Event()
+        self.weights: NewWeights | None = None
+        """Takes new weights. None: the engine keeps its own."""
+        self._taking: Future[Version] | None = None
         self.longest = engine.longest
         """Longest text in tokens for both model and cache. Known once the engine is ready."""
 
@@ -91,6 +104,8 @@ class Stepping:
         num_scored: int,
         sink: Sink,
         images: PromptImages | None = None,
+        *,
+        stops: frozenset[int] | None = None,
     ) -> int:
         """Run a request. Return the number of the request.
 
@@ -104,10 +119,27 @@ class Stepping:
             self._sinks[number] = sink
             if images is not None:
                 self._images[number] = images
-            order = Order(number, tokens, sampling, num_scored, has_images=images is not None)
+            has_images = images is not None
+            order = Order(number, tokens, sampling, num_scored, has_images, stops)
             self._news.orders.append(order)
             self._wake.notify()
         return number
+
+    def take_weights(self, version: Version) -> Future[Version]:
+        """Take new weights between two steps. The result is the weights that the engine has then.
+
+        Raises:
+            ConfigError: If other weights are being taken, or the engine takes none.
+        """
+        with self._wake:
+            if self.weights is None or self.failure is not None or self._news.stops:
+                raise ConfigError("the server takes no weights now.")
+            if self._taking is not None and not self._taking.done():
+                raise ConfigError("the server is taking other weights. Try again later.")
+            self._taking = Future()
+            self._news.weights = version
+            self._wake.notify()
+            return self._taking
 
     def give_up(self, number: int) -> None:
         """Give a request up: nobody reads the text."""
@@ -140,6 +172,8 @@ class Stepping:
                 sinks, self._sinks = list(self._sinks.values()), {}
             for sink in sinks:
                 sink(None)
+            if self._taking is not None and not self._taking.done():
+                self._taking.set_exception(RuntimeError("the engine has ended."))
 
     def _step_until_end(self) -> None:
         """Step until the first rank ends, together with the other ranks."""
@@ -155,6 +189,8 @@ class Stepping:
             news = world.broadcast_object(news)
             if news.stops:
                 return
+            if news.weights is not None and self._take(news.weights):
+                scheduler.restart()
             for order in news.orders:
                 self._begin(order, scheduler, live)
             for number in news.given_up:
@@ -163,6 +199,29 @@ class Stepping:
             if live:
                 self.engine.step(_STEPS)
                 self._report(live)
+
+    def _take(self, version: Version) -> bool:
+        """Read weights on all ranks, or on none. Return whether the engine has new ones."""
+        world, weights, taking = self.engine.context.axis("world"), self.weights, self._taking
+        if weights is None:
+            raise RuntimeError("weights came to a server that takes none")
+        if weights.version is not None and weights.version.reaches(version):
+            if taking is not None:
+                taking.set_result(weights.version)
+            return False
+        error: str | None = None
+        try:
+            read = weights.prepare(version)
+        except (ConfigError, CheckpointError, OSError) as reason:
+            error = str(reason)
+        errors = [one for one in world.all_gather_object(error) if one is not None]
+        if not errors:
+            read()
+        if taking is not None and errors:
+            taking.set_exception(ConfigError(errors[0]))
+        elif taking is not None:
+            taking.set_result(version)
+        return not errors
 
     def _begin(self, order: Order, scheduler: Scheduler, live: dict[int, Request]) -> None:
         """Add a request. Every rank refuses the same requests."""
@@ -178,6 +237,8 @@ class Stepping:
         request: Request = self.engine.requests.one(
             order.tokens, sampling=order.sampling, num_scored=order.num_scored
         )
+        if order.stops is not None:
+            request.stops = order.stops
         return request
 
     def _refuse(self, number: int, error: ConfigError) -> None:
@@ -188,14 +249,16 @@ class Stepping:
     def _collect(self, *, is_busy: bool) -> News:
         """Return the news. Wait for news while there is no work."""
         with self._wake:
-            if not (is_busy or self._news.orders or self._news.given_up or self._news.stops):
+            if not (is_busy or self._news.has_any):
                 self._wake.wait(_HEARTBEAT_S)
             news, self._news = self._news, News(stops=self._news.stops)
             return news
 
     def _report(self, live: dict[int, Request]) -> None:
         """Report the progress of requests to readers. Forget ended requests."""
+        step = None if self.weights is None else self.weights.step
         for number, request in list(live.items()):
+            request.note_step(step)
             sink = self._sinks.get(number)
             if sink is not None:
                 sink(request)

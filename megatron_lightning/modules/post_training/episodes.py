@@ -52,6 +52,8 @@ class Episode:
     """Ids behind the prompt."""
     mask: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
+    steps: list[int | None] = field(default_factory=list)
+    """Step of the weights behind each id. None: context, or not known."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     turns: Turns | None = None
     num_turns: int = 0
@@ -60,11 +62,17 @@ class Episode:
     is_open: bool = True
     failure: str | None = None
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
+    def add(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float] | None,
+        steps: Sequence[int | None] | None = None,
+    ) -> None:
         """Append ids. Without log-probabilities they are context."""
         self.ids += ids
         self.mask += [int(logprobs is not None)] * len(ids)
         self.logprobs += [None] * len(ids) if logprobs is None else logprobs
+        self.steps += [None] * len(ids) if steps is None else steps
 
     def fail(self, kind: str) -> None:
         """End a conversation that cannot be scored."""
@@ -187,7 +195,7 @@ class Episodes:
         episodes = [one for one in self.all if one.is_open]
         tokenizer, _ = self._data.chat_parts()
         for episode, answer in zip(episodes, answers, strict=True):
-            episode.add(answer.sampled_tokens, answer.sampled_logprobs)
+            episode.add(answer.sampled_tokens, answer.sampled_logprobs, answer.steps)
             episode.answer = tokenizer.decode(answer.tokens)
             episode.num_turns += 1
         found = self._called("step", episodes, lambda one: _step(one.messages, one.answer))

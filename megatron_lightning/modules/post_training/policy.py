@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from megatron_lightning.checkpoint.format.files import new_identifier
 from megatron_lightning.data.flat_options import takes
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.dropout import evaluated
@@ -28,6 +29,7 @@ from megatron_lightning.models.token_outputs import (
     token_losses_of,
 )
 from megatron_lightning.modules.objective import template_of
+from megatron_lightning.modules.post_training.generators.policy_fit import PolicyFit
 from megatron_lightning.modules.post_training.policy_inputs import (
     check_plain_loss,
     checked_rows,
@@ -101,6 +103,7 @@ class PolicyModule(ReferencedModule):
         """The loss, and the options of its inputs."""
         self._rows: Batch = {}  # of the current step
         self._generation: TrainedGeneration | None = None
+        self._sampler: RolloutSampler | None = None  # of the current fit
         self._resumed: Mapping[str, Any] = {}  # state of the generation in a checkpoint
         self.save_settings(reference_model=self.entry_of(self._second), **options.plain())
 
@@ -188,8 +191,7 @@ class PolicyModule(ReferencedModule):
                 own = self._resumed.get("folder")
                 data.run_folder = own or self._shared(data.new_folder)
             if not is_resumed:
-                longest = most_positions(self._trained)
-                sampler = RolloutSampler(self.trainer, data, self.policy, self._trained, longest)
+                sampler = self._sampler_of_fit(data)
         if sampler is None:
             rows = data.generation(number)
         else:
@@ -205,6 +207,27 @@ class PolicyModule(ReferencedModule):
             generation.old_logprobs = self._old_scores(generation)
         self._resumed = {}
         return generation
+
+    def _sampler_of_fit(self, data: RolloutDataModule) -> RolloutSampler:
+        if self._sampler is None:
+            model, run = self._trained, self._shared(new_identifier)
+            fit = PolicyFit(
+                trainer=self.trainer,
+                data=data,
+                policy=self.policy,
+                model=model,
+                longest=most_positions(model),
+                run=run,
+            )
+            self._sampler = RolloutSampler(fit)
+        return self._sampler
+
+    def teardown(self, stage: str) -> None:
+        """End the sampler, which belongs to a fit."""
+        if self._sampler is not None:
+            self._sampler.close()
+        self._sampler = None
+        super().teardown(stage)
 
     def _shared(self, make: Callable[[], str]) -> str:
         """Return what ``make`` returns on the first rank, which alone calls it."""

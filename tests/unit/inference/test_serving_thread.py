@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from megatron_lightning.errors import ConfigError, NonFiniteError
 from megatron_lightning.inference import Engine, EngineOptions, Sampling
 from megatron_lightning.inference.engine.request_batch import NOT_FINITE, Request
+from megatron_lightning.inference.serving.new_weights import Version
 from megatron_lightning.inference.serving.serving_thread import Stepping, start
 from megatron_lightning.models import GPTModel
 from tests.helpers.layouts import tiny_config
@@ -69,6 +71,67 @@ def _copied(request: Request | ConfigError | None) -> Any:
 def _wait(told: list[Any]) -> None:
     while not told or (isinstance(told[-1], tuple) and told[-1][1] is None):
         torch.rand(1000).sum()
+
+
+class _Scaled:
+    """Weights that are all a little larger."""
+
+    def __init__(self, model: GPTModel) -> None:
+        self.version: Version | None = None
+        self._model = model
+
+    @property
+    def step(self) -> int | None:
+        return None if self.version is None else self.version.step
+
+    def prepare(self, version: Version) -> Any:
+        if version.step < 5:
+            raise ConfigError("there are none")
+
+        def read() -> None:
+            with torch.no_grad():
+                for parameter in self._model.parameters():
+                    parameter.mul_(1.3)
+            self.version = version
+
+        return read
+
+
+@pytest.mark.parametrize("storage", ["runs", "pages"])
+def test_new_weights_between_steps_leave_no_old_keys(storage: Any) -> None:
+    """Tokens behind the change have the log-probabilities of the new weights alone."""
+    torch.manual_seed(0)
+    model = GPTModel(tiny_config(max_sequence_length=64)).eval()
+    engine = Engine.of(model, options=EngineOptions(storage=storage, block_size=4, max_requests=2))
+    stepping = Stepping(engine, 8)
+    told: list[list[Any]] = [[], [], []]
+    taken: list[Any] = []
+    stepping.weights = _Scaled(model)  # type: ignore[assignment]
+
+    def tell(number: int, request: Any) -> None:
+        if number == 0 and len(request.new_tokens) == 7 and not taken:
+            taken.append(stepping.take_weights(Version("a", 5)))
+        told[number].append((request.new_tokens, [*request.logprobs], [*request.steps]))
+
+    sampling = Sampling(max_new_tokens=20, temperature=1.0)
+    thread = start(stepping, lambda: None)
+    stepping.wait_until_ready()
+    for number in range(3):
+        stepping.add([1, 2, number], sampling, 0, partial(tell, number), stops=frozenset())
+    while any(not one or len(one[-1][0]) < 20 for one in told):
+        torch.rand(1000).sum()
+    assert taken[0].result() == Version("a", 5)
+    with pytest.raises(ConfigError, match="there are none"):
+        stepping.take_weights(Version("b", 1)).result()
+    assert stepping.take_weights(Version("a", 3)).result() == Version("a", 5)  # older ones
+    stepping.end()
+    thread.join()
+    for number, states in enumerate(told):
+        tokens, logprobs, steps = states[-1]
+        old = steps.count(None)
+        assert steps == [None] * old + [5] * (20 - old) and (old > 0) == (number < 2)
+        [score] = engine.score([[1, 2, number, *tokens[:old]]], [tokens[old:]])
+        assert logprobs[old:] == pytest.approx(score.logprobs, abs=1e-5)
 
 
 def test_temperatures_beyond_numbers_are_refused() -> None:

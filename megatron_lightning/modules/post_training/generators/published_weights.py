@@ -1,0 +1,80 @@
+"""Weights of a fit as folders, for generators to take."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megatron_lightning.assembly.state.full_state import path_of
+from megatron_lightning.inference.serving.new_weights import Version
+from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.peft import folder
+from megatron_lightning.peft.lora import applied_to
+from megatron_lightning.peft.saved import Base, SavedAdapters
+
+_KEPT = 2
+"""Folders left in a fit: a generator may still read the one before."""
+
+
+class PublishedWeights:
+    """Writes the current weights of a model, of adapters alone if it has some.
+
+    Args:
+        strategy: Of the fit.
+        model: The trained model, or this rank's part.
+        target: Folder for the folders.
+        run: Name of the fit.
+    """
+
+    def __init__(self, strategy: Any, model: nn.Module, target: str, run: str) -> None:
+        self._strategy = strategy
+        self._model = model
+        self._target = Path(target)
+        self._run = run
+        self._written: list[Version] = []
+        self._stream: Any = None
+
+    def write(self, step: int) -> Version:
+        """Write the weights behind optimizer step ``step``. A collective of all ranks.
+
+        Raises:
+            ConfigError: If no family of ``transformers`` describes the model.
+        """
+        version = Version(self._run, step)
+        if self._written and self._written[-1] == version:  # no update has changed them
+            return version
+        path = self._target / version.folder
+        if applied_to(self._model):
+            self._write_adapters(path)
+        else:
+            if self._stream is None:
+                dtype = next(p.dtype for p in self._model.parameters() if p.is_floating_point())
+                self._stream = self._strategy.weights(module=self._model, dtype=dtype)
+            self._stream.write(path)
+        self._written.append(version)
+        return version
+
+    def _write_adapters(self, path: Path) -> None:
+        model, strategy = self._model, self._strategy
+        full = strategy.run.full_state(model)
+        own_path = path_of(strategy.module, model)
+        prefix = f"{own_path}." if own_path else ""
+        [applied] = applied_to(model).values()
+        names = {name: name.removeprefix(prefix) for name in full.collected}
+        state = {  # on all ranks, which read each tensor together
+            own: full.tensor(name)
+            for name, own in names.items()
+            if name.startswith(prefix) and (".adapters." in own or own in applied.saved)
+        }
+        if strategy.is_global_zero:
+            is_gpt = isinstance(model, GPTModel)
+            saved = SavedAdapters.of_state(state, applied, Base(), is_gpt=is_gpt)
+            folder.write_folder(path, saved, overwrite=True)
+
+    def remove(self, *, all_of_them: bool = False) -> None:
+        """Remove folders that no generator reads any more. Called by the first rank alone."""
+        while len(self._written) > (0 if all_of_them else _KEPT):
+            shutil.rmtree(self._target / self._written.pop(0).folder, ignore_errors=True)
