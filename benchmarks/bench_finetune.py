@@ -196,7 +196,8 @@ def measure_packing(num_documents: int, num_rounds: int) -> Packed | None:
     return found
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes and a few words."""
     tokens = Tokenizer(models.BPE())
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokens.decoder = decoders.ByteLevel()
@@ -225,7 +226,7 @@ def measure_texts(num_chats: int, num_rounds: int) -> Texts:
         )
         for number in range(num_chats)
     ]
-    tokenizer = ChatTokenizer(_tokenizer())
+    tokenizer = ChatTokenizer(make_tokenizer())
     template = ChatTemplate(TEMPLATE, tokenizer.special_tokens)
     options = SupervisedOptions(sequence_length=4096)
     from transformers.utils.chat_template_utils import render_jinja_template
