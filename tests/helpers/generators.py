@@ -71,7 +71,9 @@ def local_generators(
         found = {}
         for number in range(count):
             # Of this process alone, also in a rank of a fit.
-            engine = Engine.of(cast(GPTModel, AutoBridge.from_hf_pretrained(checkpoint).to_model()))
+            engine = Engine.of(
+                cast(GPTModel, AutoBridge.from_hf_pretrained(checkpoint).to_model("gpt"))
+            )
             stepping = Stepping(engine, 64)
             stepping.weights = NewWeights(engine, checkpoint, weights)
             thread = start(stepping, lambda: None)
