@@ -17,7 +17,7 @@ from megatron_lightning.inference.serving.server import Server, ServerSettings
 class _Idle:
     """A stepping thread without requests."""
 
-    failure = None
+    failure = weights = None
     max_queue = room = 8
 
 
