@@ -92,7 +92,7 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
         group_size: Values of a scale, with ``quantize=int4``: 128, 64 or 32.
         scheme: Names and settings of the quantized tensors. ``modelopt`` with ``nvfp4``.
         scales: How scales are chosen. max: by the largest value. mse: by the smallest squared error
-            of a few scales.
+            of a few scales. trained: as MegatronFP8Precision chose them in the training.
         activations: Format in which servers round the inputs of these layers: that of ``quantize``.
             Default: as the checkpoint was trained, else bf16.
         statistics: File of the callback ``LayerStatistics``, for the scales of ``kv_cache`` and of
@@ -120,7 +120,7 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
             overwrite=overwrite,
         )
         return
-    folder, tensors, trained = tensors_of_checkpoint(
+    folder, tensors, trained, owners = tensors_of_checkpoint(
         checkpoint,
         like=like,
         model=model,
@@ -132,7 +132,7 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
     )
     asked = Asked(quantize, group_size, scheme, scales, activations, statistics, kv_cache)
     quantized = quantized_folder(
-        folder, tensors, trained, asked, trusts=trust_remote_code, family=family
+        folder, tensors, trained, asked, trusts=trust_remote_code, family=family, owners=owners
     )
     if quantized is not None:
         folder, tensors = quantized, quantized.tensors

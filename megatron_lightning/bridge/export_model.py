@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from megatron_lightning.assembly.state.left_out import refuse_partial
 from megatron_lightning.bridge.auto import AutoBridge, is_checkpoint
-from megatron_lightning.bridge.folder_model import Plan
+from megatron_lightning.bridge.folder_model import Owner, Plan
 from megatron_lightning.bridge.folders.export import write_folder
 from megatron_lightning.bridge.folders.folder import FolderTensors
 from megatron_lightning.bridge.folders.new_folder import new_gpt_folder
@@ -40,6 +41,8 @@ class SavedTensors(NamedTuple):
     tensors: dict[str, Lazy]
     trained: TrainedWeights | None = None
     """The weights that the training rounded. None: none."""
+    owners: Mapping[str, Owner] = MappingProxyType({})
+    """Name of a tensor in the folder -> parameter of the checkpoint that holds it."""
 
 
 def tensors_of_checkpoint(
@@ -105,7 +108,8 @@ def tensors_of_checkpoint(
         parameters = gpt.tensors(config)
         plan = Plan(gpt.folder, parameters, gpt.pieces(config, parameters))
         fills = fills_of_checkpoint(source, parameters, model)
-        return SavedTensors(plan.folder, plan.tensors(fills), _trained(plan, fills, state, model))
+        trained = _trained(plan, fills, state, model)
+        return SavedTensors(plan.folder, plan.tensors(fills), trained, plan.owners)
     if tokenizer is not None:
         raise ConfigError(
             f"tokenizer is {tokenizer!r}, and {checkpoint} is written as a folder with files of "
@@ -129,7 +133,7 @@ def tensors_of_checkpoint(
         )
     fills = fills_of_checkpoint(source, plan.parameters, place)
     trained = _trained(plan, fills, state, place)
-    return SavedTensors(plan.folder, plan.tensors(fills, dtype), trained)
+    return SavedTensors(plan.folder, plan.tensors(fills, dtype), trained, plan.owners)
 
 
 def _trained(

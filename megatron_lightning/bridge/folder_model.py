@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +45,14 @@ from megatron_lightning.file_names import CONFIG
 from megatron_lightning.optional import HF_FOLDER, require
 
 
+class Owner(NamedTuple):
+    """A parameter that holds a matrix of a folder."""
+
+    parameter: str
+    row_divisor: int
+    """Largest divisor of all places and sizes where rows lie. 0: there are no other rows."""
+
+
 class Plan(NamedTuple):
     """Recipes between the tensors of a folder and the parameters of the folder's model."""
 
@@ -52,6 +61,19 @@ class Plan(NamedTuple):
     """Name in the model -> tensor made of the folder's."""
     pieces: dict[str, list[Piece]]
     """Name in the folder -> pieces of parameters. See :func:`pieces.inverse`."""
+
+    @property
+    def owners(self) -> dict[str, Owner]:
+        """Name of a matrix in the folder -> the parameter that holds its rows."""
+        owners = {}
+        for name, pieces in self.pieces.items():
+            if pieces and len(pieces[0].inside.shape) > 1:
+                parameter = pieces[0].parameter
+                places = [(x.inside.offset[-2], x.inside.shape[-2]) for x in pieces]
+                is_alone = places == [(0, self.parameters[parameter].shape[-2])]
+                divisor = 0 if is_alone else math.gcd(*(n for place in places for n in place))
+                owners[name] = Owner(parameter, divisor)
+        return owners
 
     def tensors(
         self, fills: Mapping[str, Fill], dtype: torch.dtype | None = None

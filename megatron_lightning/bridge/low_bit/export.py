@@ -11,12 +11,13 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.bridge.folder_model import FolderModel
+from megatron_lightning.bridge.folder_model import FolderModel, Owner
 from megatron_lightning.bridge.folders.configuration import add_rope_schema
 from megatron_lightning.bridge.folders.folder import FolderTensors
 from megatron_lightning.bridge.folders.new_files import new_files
@@ -38,6 +39,7 @@ from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.file_names import CONFIG, MODELOPT_CONFIG, WEIGHTS_INDEX
 from megatron_lightning.parallel.shards.spec import Box
 from megatron_lightning.precision.served.selection import place_in_block, served_in
+from megatron_lightning.precision.served.trained_codes import rows_of_block, trained_codes
 from megatron_lightning.precision.served.values import Encoded, encode, fused_paths
 
 _WEIGHT = ".weight"
@@ -56,6 +58,8 @@ class ServedLayers(NamedTuple):
     """Names of the tensors that stacked those experts."""
     stacked: Sequence[str] = ()
     """Names of tensors that stack the matrices of experts, which keep their values."""
+    owners: Mapping[str, Owner] = MappingProxyType({})
+    """Name of a tensor in the folder -> parameter of the training that holds it."""
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -154,6 +158,7 @@ class QuantizedFolder(FolderTensors):
         self._scheme = recipes[layers.quantized[0]].scheme
         self._check_sizes()
         self._amax: dict[tuple[str, ...], Tensor | None] = {}
+        self._check_blocks()
         self._latest: tuple[str, dict[str, Tensor]] = ("", {})
         self._made: dict[str, Lazy] = {}
         for name, x in self._tensors.items():
@@ -201,6 +206,21 @@ class QuantizedFolder(FolderTensors):
             others = f", as in {len(misfits) - 1} other layers" if len(misfits) > 1 else ""
             raise ConfigError(f"{path}{_WEIGHT} of shape {list(shapes[path])}{others}: {reason}.")
 
+    def _check_blocks(self) -> None:
+        """Check that the training's blocks are those of the matrices in the folder."""
+        for path in sorted(self._paths):
+            recipe, owner = self._recipes[path], self._layers.owners.get(f"{path}{_WEIGHT}")
+            size = rows_of_block(recipe.form)
+            if recipe.fit != "trained":
+                continue
+            self._shared_amax(path)  # before anything is written
+            if owner is not None and owner.row_divisor % size:
+                raise ConfigError(
+                    f"{path} was trained as rows of {owner.parameter}, whose scales are of {size} "
+                    f"rows, and its rows lie there in parts of {owner.row_divisor}: scales are of "
+                    "rows of several matrices. Set scales to max."
+                )
+
     def _of_layer(self, path: str, weight: Lazy) -> dict[str, Lazy]:
         rows, columns = weight.shape
         recipe = self._recipes[path]
@@ -225,8 +245,10 @@ class QuantizedFolder(FolderTensors):
                 f"{path}{_WEIGHT} has values that are NaN or infinite, for which no scale exists. "
                 "Export an earlier checkpoint."
             )
-        recipe = self._recipes[path]
-        return encode(weight, recipe.form, self._shared_amax(path), fit=recipe.fit)
+        recipe, amax = self._recipes[path], self._shared_amax(path)
+        if recipe.fit == "trained":
+            return trained_codes(weight, recipe.form, amax)
+        return encode(weight, recipe.form, amax, fit=recipe.fit)
 
     def _shared_amax(self, path: str) -> Tensor | None:
         """Return the amax of all matrices that servers fuse with a layer's."""
@@ -236,8 +258,24 @@ class QuantizedFolder(FolderTensors):
         fused = tuple(other for other in fused_paths(path) if other in self._paths)
         if fused not in self._amax:
             each = [form.shared_amax(self._weight(other)) for other in fused]
-            self._amax[fused] = torch.stack([x for x in each if x is not None]).amax(0)
+            stacked = torch.stack([x for x in each if x is not None])
+            if self._recipes[path].fit == "trained":
+                self._check_trained(fused, stacked)
+            self._amax[fused] = stacked.amax(0)
         return self._amax[fused]
+
+    def _check_trained(self, fused: Sequence[str], amax: Tensor) -> None:
+        """Check that the training had one scale for the matrices that servers fuse."""
+        names = [f"{path}{_WEIGHT}" for path in fused]
+        known = self._layers.owners
+        owners = {known[name].parameter if name in known else name for name in names}
+        if len(owners) > 1 and bool((amax != amax[0]).any()):
+            found = ", ".join(f"{float(x):.4g}" for x in amax.flatten())
+            raise ConfigError(
+                f"{' and '.join(fused)} were trained with a scale each (largest weights {found}), "
+                "and servers multiply them with one. Set scales to max, or train the folder as a "
+                "GPTModel, where they are one matrix."
+            )
 
     def _weight(self, path: str) -> Tensor:
         lazy = self._tensors[f"{path}{_WEIGHT}"]

@@ -13,6 +13,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.precision.formats import pack_e2m1
 from megatron_lightning.precision.served.checks import check_inputs
 from megatron_lightning.precision.served.input_scales import input_scale
+from megatron_lightning.precision.served.trained_codes import SCALINGS
 from megatron_lightning.precision.served.values import Encoded, Fit, ServedFormat, ServedName
 
 Scheme = Literal["compressed-tensors", "modelopt"]
@@ -71,6 +72,11 @@ class Recipe(NamedTuple):
         form = ServedFormat.of(name, group_size)
         check_choice("scheme", scheme, get_args(Scheme))
         check_choice("scales", fit, get_args(Fit))
+        if fit == "trained" and form.name not in SCALINGS:
+            raise ConfigError(
+                f"scales is trained with {form.name}, which no recipe of MegatronFP8Precision has. "
+                f"Set scales to max, or quantize to one of {', '.join(SCALINGS)}."
+            )
         if activations is not None:
             check_inputs(activations, [form.name])
         recipe = cls(form, cast(Scheme, scheme), cast(Fit, fit), activations is not None)

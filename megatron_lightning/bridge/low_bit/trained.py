@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from megatron_lightning.bridge.folder_model import FolderModel, Plan
+from megatron_lightning.bridge.folder_model import FolderModel, Owner, Plan
 from megatron_lightning.bridge.folders.folder import FolderTensors
 from megatron_lightning.bridge.low_bit.export import QuantizedFolder, ServedLayers, served_layers
 from megatron_lightning.bridge.low_bit.fixed_scales import NONE, CalibratedFolder, FixedScales
@@ -168,8 +168,18 @@ def quantized_folder(
     *,
     trusts: bool,
     family: str | None = None,
+    owners: Mapping[str, Owner] = MappingProxyType({}),
 ) -> QuantizedFolder | None:
     """Return a folder in few bits: as asked, or as the checkpoint was trained. None: not quantized.
+
+    Args:
+        like: Folder with the other files.
+        tensors: All tensors of the folder.
+        trained: The weights that the training rounded. None: none.
+        asked: The options.
+        trusts: Whether code in the folder may run.
+        family: Rules of ``GPTModel``. None: those of the folder's architecture.
+        owners: Name of a tensor in the folder -> parameter of the training that holds it.
 
     Raises:
         ConfigError: If an option does nothing, or would change the values of the trained forward.
@@ -189,7 +199,7 @@ def quantized_folder(
             )
         return None
     recipe = Recipe.of(name, group_size, scheme, fit, activations)
-    layers = served_layers(like.files, tensors, trust_remote_code=trusts)
+    layers = served_layers(like.files, tensors, trust_remote_code=trusts)._replace(owners=owners)
     fixed = _fixed_scales(like, layers, recipe, asked, family=family, trusts=trusts)
     return QuantizedFolder(like, dict.fromkeys(layers.quantized, recipe), layers, fixed)
 

@@ -43,9 +43,10 @@ from megatron_lightning.precision.scaling import (
     values_of,
 )
 
-Fit = Literal["max", "mse"]
+Fit = Literal["max", "mse", "trained"]
 """How a scale is chosen. max: the largest value is the largest code. mse: the smallest squared
-error of a few fractions of that scale."""
+error of a few fractions of that scale. trained: by the recipe of MegatronFP8Precision, see
+``trained_codes.py``."""
 ServedName = Literal[
     "nvfp4", "mxfp4", "mxfp8", "fp8_tensor", "fp8_channel", "fp8_block", "int8", "int4"
 ]
@@ -138,7 +139,7 @@ class ServedFormat(NamedTuple):
 
     def factors(self, fit: Fit) -> tuple[float, ...]:
         """Return the factors of an amax that are tried for every scale."""
-        if fit == "max" or self.name == "fp8_tensor":  # fused matrices share one scale
+        if fit != "mse" or self.name == "fp8_tensor":  # fused matrices share one scale
             return (1.0,)
         if self.name in ("int4", "nvfp4"):
             return tuple(1.0 - step / 20 for step in range(11))

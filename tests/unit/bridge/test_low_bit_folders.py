@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from megatron_lightning.bridge import AutoBridge, commands
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.parallel.shards.spec import Box
-from megatron_lightning.precision.quantization import quantize
+from megatron_lightning.precision.quantization import dequantize, quantize
 from megatron_lightning.precision.recipes import FP8Recipe
+from megatron_lightning.precision.served.trained_codes import SCALINGS
 from megatron_lightning.precision.served.values import NAMES, ServedFormat, encode
 from tests.helpers.gpt_folders import make_folder
 
@@ -212,6 +214,47 @@ def test_a_training_in_8_bits_has_the_codes_of_its_export(source: Path) -> None:
         assert torch.equal(scales.float(), own.scales), name  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("name", [*SCALINGS])
+def test_a_training_by_a_recipe_exports_its_own_codes(
+    source: Path, tmp_path: Path, name: str
+) -> None:
+    """Also of fused matrices in blocks: 16 divides the heads, and 128 does not."""
+    recipe = FP8Recipe(scaling=SCALINGS[name])  # type: ignore[index]
+    checkpoint, out = str(tmp_path / "c.ckpt"), tmp_path / "out"
+    commands.import_(str(source), checkpoint, to="gpt")
+    export: Any = partial(commands.export, quantize=name, scales="trained")
+    if name == "fp8_block":
+        with pytest.raises(ConfigError, match=r"scales are of 128 rows.* in parts of 32"):
+            export(checkpoint, str(out))
+        export(str(source), str(out))
+    else:
+        export(checkpoint, str(out))
+    if name in ("nvfp4", "fp8_tensor"):
+        with pytest.raises(ConfigError, match=r"up_proj were trained with a scale each"):
+            export(str(source), str(tmp_path / "x"))
+    own = AutoBridge.from_hf_pretrained(source).to_model("gpt")
+    qkv: Any = own.get_submodule("decoder.layers.0.self_attention.linear_qkv")
+    parts = _weights(source)
+    ours = AutoBridge.from_hf_pretrained(out).folder.tensors
+    down = "model.layers.0.mlp.down_proj.weight"
+    q = "model.layers.0.self_attn.q_proj.weight"
+    for path, weight in ((down, parts[down]), (q, qkv.weight)):
+        if path == q and name == "fp8_block":
+            weight = parts[q]
+        value = dequantize(
+            *quantize(weight.detach().bfloat16(), recipe, "weight"), recipe, "weight"
+        )
+        if path == q and weight is not parts[q]:  # 4 heads in 2 groups of 2, with a key and a value
+            value = value.view(2, 4, 32, 128)[:, :2].reshape(128, 128)
+        torch.testing.assert_close(
+            ours[path].read().float(), value.bfloat16().float(), rtol=2e-2 * 0.25, atol=0.0
+        )
+    stored = _weights(out)
+    if name == "nvfp4":
+        scales = stored["model.layers.0.mlp.down_proj.weight_scale"].view(torch.uint8)
+        assert torch.equal(scales[::16].repeat_interleave(16, 0), scales)
+
+
 def test_what_cannot_be_written_is_refused(source: Path, tmp_path: Path) -> None:
     export: Any = commands.export
     out = str(tmp_path / "out")
@@ -223,6 +266,8 @@ def test_what_cannot_be_written_is_refused(source: Path, tmp_path: Path) -> None
         export(str(source), out, quantize="int4", group_size=48)
     with pytest.raises(ConfigError, match=r"group_size.*and quantize is None"):
         export(str(source), out, group_size=32)
+    with pytest.raises(ConfigError, match="scales is trained with int4, which no recipe"):
+        export(str(source), out, quantize="int4", scales="trained")
     with pytest.raises(ConfigError, match="like is 'x'"):
         export(str(source), out, like="x")
     narrow = make_folder("llama", tmp_path)
