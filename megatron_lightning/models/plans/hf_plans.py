@@ -27,6 +27,7 @@ from megatron_lightning.layers.styles import (
     CopyOutput,
     DispatchedExperts,
     HeadParallel,
+    KeyOrValue,
     ParameterShards,
     ReduceOutput,
     RowParallel,
@@ -277,6 +278,7 @@ class _Translation:
         attentions = list(self._attentions())
         for attention in attentions:
             self._check_per_head(attention)
+            self._add_head_norms(attention)
         for path, splits in self._splits.items():
             self._rows[path] = ParameterShards(splits)
         self._add_activations()
@@ -320,6 +322,24 @@ class _Translation:
                 "Pass MegatronStrategy(sharding_plan=...) with a table of your own, or set "
                 "tensor_model_parallel_size to 1."
             )
+
+    def _add_head_norms(self, attention: Attention) -> None:
+        """Declare the gradients of norms of heads partial, behind projections whose heads are
+        split. Some models' plans omit these norms (Qwen3-VL-MoE).
+        """
+        head = attention.value("head_dim")
+        for name, module in attention.module.named_children():
+            path, own = (
+                f"{attention.path}.{name}",
+                f"{attention.path}.{name.partition('_')[0]}_proj",
+            )
+            row = self._rows.get(own)
+            is_split = isinstance(row, KeyOrValue) or (
+                isinstance(row, ColumnParallel) and not row.gather_output
+            )
+            sizes = {parameter.numel() for parameter in module.parameters()}
+            if name.endswith("norm") and is_split and sizes == {head} and path not in self._rows:
+                self._rows[path] = HeadParallel()
 
     def _add_activations(self) -> None:
         """Declare the gradients of activations with parameters partial, if the activation is

@@ -226,6 +226,14 @@ def test_an_activation_with_parameters_sees_split_features() -> None:
     assert rows["model.layers.*.mlp.act_fn"] == HeadParallel()
 
 
+def test_norms_of_heads_that_a_plan_omits_see_the_heads_of_a_rank() -> None:
+    model = hf_models._decoder("Qwen3Moe", num_experts=4, num_experts_per_tok=2, head_dim=8)
+    model._tp_plan = {name: one for name, one in model._tp_plan.items() if "_norm" not in name}
+    rows = transformers_plan(model, 2).modules
+    for name in "qk":
+        assert rows[f"model.layers.*.self_attn.{name}_norm"] == HeadParallel()
+
+
 def test_without_a_plan_every_linear_layer_gathers_its_output() -> None:
     rows = transformers_plan(hf_models.MODELS["bloom"](), 2).modules
     assert rows["transformer.h.*.mlp.dense_h_to_4h"] == ColumnParallel(gather_output=True)
