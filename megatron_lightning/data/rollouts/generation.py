@@ -3,7 +3,8 @@
 A generation is a file of JSON lines. A row has ``group`` (rows of the same prompt), ``prompt_ids``,
 ``ids`` (what follows the prompt), ``mask`` (1 for a sampled id, 0 for one of a tool), ``logprobs``
 and ``steps`` (of every id, null where nothing was sampled; the step is that of the weights),
-``rewards`` (name -> number, null: not scored) and ``seed``.
+``rewards`` (name -> number, null: not scored) and ``seed``. A conversation whose template shows
+earlier messages in another way later has ``earlier``: the texts before, with the first five fields.
 """
 
 from __future__ import annotations
@@ -31,20 +32,37 @@ _NAN = float("nan")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollout:
-    """A row of a generation. See the module."""
+class Text:
+    """A text that a forward reads, with what was sampled of it."""
 
-    group: int
     prompt_ids: Sequence[int]
     ids: Sequence[int]
     mask: Sequence[int]
     logprobs: Sequence[float | None]
     steps: Sequence[int | None]
-    rewards: Mapping[str, float | None]
-    seed: int | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout(Text):
+    """A row of a generation. See the module."""
+
+    group: int
+    rewards: Mapping[str, float | None]
+    seed: int | None = None
+    earlier: Sequence[Text] = ()
+
+    @property
+    def texts(self) -> tuple[Text, ...]:
+        """All texts of the row, in order. Most rows have one."""
+        return *self.earlier, self
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled ids."""
+        return sum(sum(text.mask) for text in self.texts)
 
     def arrays(self) -> dict[str, npt.NDArray[np.int64]]:
         """Return the text as ``tokens`` and shifted ``labels`` [n], to be shown."""
@@ -66,41 +84,58 @@ class Rollout:
         if row.error is not None:
             raise row.error
         fields = row.fields
-        for name, kind in (("group", int), ("prompt_ids", list), ("ids", list), ("rewards", dict)):
-            if not isinstance(fields.get(name), kind) or isinstance(fields[name], bool):
-                found = "has none" if name not in fields else f"has {fields[name]!r:.60}"
-                raise DataError(
-                    f"{row.where}: a row of a generation has {name}, {_FORMS[name]}, and this one "
-                    f"{found}."
-                )
-        if not fields["prompt_ids"]:
-            raise DataError(f"{row.where}: prompt_ids is empty. A text begins with one id or more.")
-        count = len(fields["ids"])
-        of_ids = {
-            "mask": fields.get("mask", [1] * count),
-            "logprobs": fields.get("logprobs") or [None] * count,
-            "steps": fields.get("steps") or [None] * count,
-        }
-        for name, values in of_ids.items():
-            if not isinstance(values, list) or len(values) != count:
-                size = len(values) if isinstance(values, list) else repr(values)
-                raise DataError(
-                    f"{row.where}: {name} has {size} entries and ids has {count}. Write an entry "
-                    "for each id."
-                )
+        _check_form(row.where, fields, {"group": int, "rewards": dict})
+        earlier = fields.get("earlier", [])
+        if not isinstance(earlier, list) or not all(isinstance(one, dict) for one in earlier):
+            raise DataError(f"{row.where}: earlier is {earlier!r:.60}, and is a list of objects.")
         try:
             return cls(
+                **_text_fields(row.where, fields),
                 group=fields["group"],
-                prompt_ids=_integers(fields["prompt_ids"]),
-                ids=_integers(fields["ids"]),
-                mask=[int(bool(value)) for value in of_ids["mask"]],
-                logprobs=[_number(value) for value in of_ids["logprobs"]],
-                steps=of_ids["steps"],
                 rewards={str(name): _number(value) for name, value in fields["rewards"].items()},
                 seed=fields.get("seed"),
+                earlier=tuple(Text(**_text_fields(row.where, one)) for one in earlier),
             )
         except (TypeError, ValueError) as error:
+            if isinstance(error, DataError):
+                raise
             raise DataError(f"{row.where}: {error}. Write numbers, or null.") from error
+
+
+def _check_form(where: str, fields: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
+    for name, kind in kinds.items():
+        if not isinstance(fields.get(name), kind) or isinstance(fields[name], bool):
+            found = "has none" if name not in fields else f"has {fields[name]!r:.60}"
+            raise DataError(
+                f"{where}: a row of a generation has {name}, {_FORMS[name]}, and this one {found}."
+            )
+
+
+def _text_fields(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a text. See :meth:`Rollout.of_row`."""
+    _check_form(where, fields, {"prompt_ids": list, "ids": list})
+    if not fields["prompt_ids"]:
+        raise DataError(f"{where}: prompt_ids is empty. A text begins with one id or more.")
+    count = len(fields["ids"])
+    of_ids = {
+        "mask": fields.get("mask", [1] * count),
+        "logprobs": fields.get("logprobs") or [None] * count,
+        "steps": fields.get("steps") or [None] * count,
+    }
+    for name, values in of_ids.items():
+        if not isinstance(values, list) or len(values) != count:
+            size = len(values) if isinstance(values, list) else repr(values)
+            raise DataError(
+                f"{where}: {name} has {size} entries and ids has {count}. Write an entry for each "
+                "id."
+            )
+    return {
+        "prompt_ids": _integers(fields["prompt_ids"]),
+        "ids": _integers(fields["ids"]),
+        "mask": [int(bool(value)) for value in of_ids["mask"]],
+        "logprobs": [_number(value) for value in of_ids["logprobs"]],
+        "steps": of_ids["steps"],
+    }
 
 
 _FORMS: Mapping[str, str] = {
@@ -134,13 +169,27 @@ class Generation:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:
             for row in self.rows:
-                file.write(json.dumps(asdict(row), separators=(",", ":")).encode() + b"\n")
+                fields = asdict(row)
+                if not row.earlier:
+                    del fields["earlier"]
+                file.write(json.dumps(fields, separators=(",", ":")).encode() + b"\n")
 
     @cached_property
     def digest(self) -> str:
         """Name of the texts and rewards of all rows."""
         rows = [(row.group, [*row.prompt_ids], [*row.ids], {**row.rewards}) for row in self.rows]
+        rows += [([*text.prompt_ids], [*text.ids]) for row in self.rows for text in row.earlier]  # type: ignore[misc]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
+
+    @cached_property
+    def texts(self) -> list[Text]:
+        """Texts of all rows, in order. Most rows have one."""
+        return [text for row in self.rows for text in row.texts]
+
+    @cached_property
+    def owners(self) -> list[int]:
+        """Row of every text."""
+        return [number for number, row in enumerate(self.rows) for _ in row.texts]
 
     @cached_property
     def groups(self) -> Tensor:
@@ -181,20 +230,20 @@ class Generation:
         return table.nansum(1).masked_fill(table.isnan().all(1), _NAN)
 
     def truncated(self, ends: Sequence[int]) -> Tensor:
-        """Return which rows [n] do not end with one of the end tokens ``ends``."""
-        return torch.tensor([not row.ids or row.ids[-1] not in ends for row in self.rows])
+        """Return which texts [n] do not end with one of the end tokens ``ends``."""
+        return torch.tensor([not text.ids or text.ids[-1] not in ends for text in self.texts])
 
     def batch(self, places: Sequence[int], *, padding: int, multiple: int, longest: int) -> Batch:
-        """Return the texts of rows as ``tokens``, ``labels`` (shifted, -100 for what was not
-        sampled), ``padding`` and ``logprobs`` (NaN: unknown) [b, s].
+        """Return texts as ``tokens``, ``labels`` (shifted, -100 for what was not sampled),
+        ``padding`` and ``logprobs`` (NaN: unknown) [b, s].
 
         Args:
-            places: Numbers of the rows.
+            places: Numbers of the texts.
             padding: Id behind the texts.
             multiple: s is a multiple of this, or ``longest``.
             longest: Most positions of a row.
         """
-        rows = [self.rows[place] for place in places]
+        rows = [self.texts[place] for place in places]
         length = max(max(len(row) for row in rows) - 1, 1)
         length = min(-(-length // multiple) * multiple, max(longest, length))
         shape = (len(rows), length)

@@ -38,8 +38,9 @@ class RolloutOptions:
         environment_options: Arguments of the environment.
         max_turns: Answers of a sample, at most.
         timeout_s: Seconds after which a call of the environment is given up.
-        history: ``refuse`` chat templates that change earlier messages once more follow, or
-            ``keep`` the sampled ids, whatever the template would show.
+        history: ``refuse`` chat templates that change earlier messages once more follow, ``keep``
+            the sampled ids, whatever the template would show, or ``split`` the conversation: its
+            row has another text from there.
         seed: Seed of the order of prompts, and of the answers.
         tokenizer: Folder or name of a tokenizer. Default: that of the model's folder.
         chat_template: Text or file of a chat template. Default: the tokenizer's.

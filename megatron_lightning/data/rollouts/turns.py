@@ -11,7 +11,8 @@ the answer, and N the text of all messages with the next generation prompt:
        sampled, followed by the rest of N, tokenized alone.
 
 A template that shows earlier messages in another way once more follow breaks 1 or 2. It is refused,
-or with ``keep`` the ids stay as they were sampled, whatever the template would show.
+or with ``keep`` the ids stay as they were sampled, whatever the template would show, or with
+``split`` another text begins, with all messages so far as its prompt.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
 from megatron_lightning.data.chat.conversations import ASSISTANT, Chat
 from megatron_lightning.errors import DataError
 
-History = Literal["refuse", "keep"]
+History = Literal["refuse", "keep", "split"]
 Message = Mapping[str, Any]
 _STAND_IN = "\ue000"
 """A private character in the place of an answer."""
+
+
+class RewrittenError(DataError):
+    """A template shows earlier messages in another way."""
 
 
 class Turns:
@@ -38,7 +43,8 @@ class Turns:
         tokenizer: Of the model.
         template: Of conversations.
         ends: Ids of tokens that end an answer.
-        history: ``refuse`` templates that change earlier messages, or ``keep`` the sampled ids.
+        history: ``refuse`` templates that change earlier messages, ``keep`` the sampled ids, or
+            ``split`` the conversation there.
     """
 
     def __init__(
@@ -70,8 +76,9 @@ class Turns:
         answer: Message,
         new: Sequence[Message],
         sampled: Sequence[int],
-    ) -> list[int]:
-        """Return the ids between a sampled answer and the next one.
+    ) -> list[int] | None:
+        """Return the ids between a sampled answer and the next one. None: the template changes
+        earlier messages, and the conversation is split.
 
         Args:
             before: Messages before the answer.
@@ -83,8 +90,13 @@ class Turns:
             DataError: If the template changes earlier messages, or the tokenizer joins characters
                 of an answer with those around it.
         """
-        is_kept = self._history == "keep"
-        behind = (self._kept if is_kept else self._checked)(before, answer, new)
+        try:
+            is_kept = self._history == "keep"
+            behind = (self._kept if is_kept else self._checked)(before, answer, new)
+        except RewrittenError:
+            if self._history == "split":
+                return None
+            raise
         last = self._ends.get(sampled[-1], "") if sampled else ""
         if last:  # the template's end of turn may be another one, and the sampled one stays
             for end in (last, *self._ends.values()):
@@ -158,14 +170,14 @@ class Turns:
                 return number
         return len(before)
 
-    def _rewritten(self, messages: Sequence[Message], number: int) -> DataError:
+    def _rewritten(self, messages: Sequence[Message], number: int) -> RewrittenError:
         role = messages[number].get("role")
         what = "the answer" if role == ASSISTANT else "it"
-        return DataError(
+        return RewrittenError(
             f"{self._chat.where}: the chat template shows message {number} ({role}) in another way "
             f"once further messages follow, so that the model would read other ids than {what} was "
-            'sampled with. Set history to "keep" to train the sampled ids as they are, or '
-            "chat_template to one that keeps earlier messages."
+            'sampled with. Set history to "keep" to train the sampled ids as they are, to "split" '
+            "to begin another text there, or chat_template to one that keeps earlier messages."
         )
 
     def _check_seams(self, prompt: str, last: str, behind: str) -> None:

@@ -22,6 +22,7 @@ from megatron_lightning.data.rollouts.environments import (
     call_all,
     close_all,
 )
+from megatron_lightning.data.rollouts.generation import Text
 from megatron_lightning.data.rollouts.prompts import Prompt
 from megatron_lightning.data.rollouts.rollout_data import RolloutData
 from megatron_lightning.data.rollouts.seeds import seed_of
@@ -54,6 +55,8 @@ class Episode:
     logprobs: list[float | None] = field(default_factory=list)
     steps: list[int | None] = field(default_factory=list)
     """Step of the weights behind each id. None: context, or not known."""
+    earlier: list[Text] = field(default_factory=list)
+    """Texts before the template has changed the messages."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     turns: Turns | None = None
     num_turns: int = 0
@@ -73,6 +76,29 @@ class Episode:
         self.mask += [int(logprobs is not None)] * len(ids)
         self.logprobs += [None] * len(ids) if logprobs is None else logprobs
         self.steps += [None] * len(ids) if steps is None else steps
+
+    @property
+    def num_ids(self) -> int:
+        """Ids behind the prompts of all texts."""
+        return len(self.ids) + sum(len(text.ids) for text in self.earlier)
+
+    @property
+    def texts(self) -> list[Text]:
+        """All texts so far."""
+        last = Text(
+            prompt_ids=self.prompt_ids,
+            ids=self.ids,
+            mask=self.mask,
+            logprobs=self.logprobs,
+            steps=self.steps,
+        )
+        return [*self.earlier, last]
+
+    def split(self, prompt_ids: list[int]) -> None:
+        """Begin another text."""
+        self.earlier = self.texts
+        self.prompt_ids, self.ids, self.mask = prompt_ids, [], []
+        self.logprobs, self.steps = [], []
 
     def fail(self, kind: str) -> None:
         """End a conversation that cannot be scored."""
@@ -178,7 +204,7 @@ class Episodes:
         return [
             (
                 [*one.prompt_ids, *one.ids],
-                self._budget - len(one.ids),
+                self._budget - one.num_ids,
                 seed_of(one.seed, one.num_turns),
             )
             for one in self.all
@@ -219,10 +245,14 @@ class Episodes:
             episode.is_open = False
             return
         added = episode.turns.extend(before, message, turn.messages, answer.sampled_tokens)
-        if len(episode.ids) + len(added) >= self._budget:
+        rest = self._budget - episode.num_ids - len(added or ())
+        prompt = episode.turns.begin(episode.messages) if added is None else []
+        if rest <= 0 or len(prompt) + rest - 1 > self._longest:
             episode.is_open = False
-            return
-        episode.add(added, None)
+        elif added is None:
+            episode.split(prompt)
+        else:
+            episode.add(added, None)
 
     def end(self) -> None:
         """Ask environments for rewards behind the last turn, and score the conversations."""

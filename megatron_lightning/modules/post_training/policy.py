@@ -47,8 +47,10 @@ from megatron_lightning.modules.post_training.shared_rows import ContextRows, ga
 from megatron_lightning.modules.post_training.trained_generation import (
     ENTRY,
     TrainedGeneration,
+    filled,
     most_positions,
 )
+from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
 
 Batch = dict[str, Tensor]
@@ -169,17 +171,24 @@ class PolicyModule(ReferencedModule):
             self._generation = self._begun(number)
         for name, value in self._generation.statistics().items():
             self.log(name, value, sync_dist=True, prog_bar=name == "reward")
-        return self._batch_of(self._generation, places)
+        generation = self._generation
+        numbers = generation.texts_of(places)
+        count = len(numbers)
+        if len(generation.rows.texts) > len(generation.rows.rows) and self.context is not None:
+            largest = torch.tensor(count, device=self.device)
+            count = int(all_reduce(largest, self.context.dp, "max"))
+        return self._batch_of(generation, numbers, count)
 
-    def _batch_of(self, generation: TrainedGeneration, places: Sequence[int]) -> Batch:
+    def _batch_of(self, generation: TrainedGeneration, numbers: Sequence[int], count: int) -> Batch:
+        """Return texts as a batch of ``count`` rows."""
         data = self._data
         rows = generation.batch(
-            places,
+            numbers,
             step=self.trainer.global_step,
             multiple=lcm(data.options.pad_to, data.row_divisor),
             longest=most_positions(self._trained),
         )
-        return {name: value.to(self.device) for name, value in rows.items()}
+        return {name: x.to(self.device) for name, x in filled(rows, count).items()}
 
     def _begun(self, number: int) -> TrainedGeneration:
         """Return a generation, with scores of its texts if several updates share it."""
@@ -239,25 +248,32 @@ class PolicyModule(ReferencedModule):
 
     def _old_scores(self, generation: TrainedGeneration) -> list[Tensor] | None:
         """Return the log-probabilities of all rows, if several updates share the generation."""
-        context, count = self.context, len(generation.rows.rows)
+        context, count = self.context, len(generation.rows.texts)
         num_replicas = self.trainer.world_size if context is None else context.dp.size
         rank = self.trainer.global_rank if context is None else context.dp.rank
         update = self._data.batch_size * num_replicas * self.trainer.accumulate_grad_batches
-        if count * self.policy.num_iterations <= update:
+        if len(generation.rows.rows) * self.policy.num_iterations <= update:
             return None
-        own = self._scores_of(generation, range(rank, count, num_replicas))
+        # Equally many on each replica.
+        share = -(-count // num_replicas)
+        own = self._scores_of(
+            generation, [min(rank + n * num_replicas, count - 1) for n in range(share)]
+        )
         everywhere = [own] if context is None else context.dp.all_gather_object(own)
         scores = {place: one for part in everywhere for place, one in part.items()}
         return [scores.get(place, torch.zeros(0)) for place in range(count)]
 
-    def _scores_of(self, generation: TrainedGeneration, places: range) -> dict[int, Tensor]:
-        """Return the log-probabilities [length - 1] of rows by their numbers."""
+    def _scores_of(
+        self, generation: TrainedGeneration, numbers: Sequence[int]
+    ) -> dict[int, Tensor]:
+        """Return the log-probabilities [length - 1] of texts by their numbers."""
         found = {}
-        for start in range(0, len(places), self._data.batch_size):
-            chosen = places[start : start + self._data.batch_size]
-            scores = self._values(self._batch_of(generation, chosen))["logprobs"].cpu()
-            for place, one in zip(chosen, scores, strict=True):
-                found[place] = one[: len(generation.rows.rows[place]) - 1].clone()
+        for start in range(0, len(numbers), self._data.batch_size):
+            chosen = numbers[start : start + self._data.batch_size]
+            batch = self._batch_of(generation, chosen, len(chosen))
+            scores = self._values(batch)["logprobs"].cpu()
+            for number, one in zip(chosen, scores, strict=True):
+                found[number] = one[: len(generation.rows.texts[number]) - 1].clone()
         return found
 
     @property

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from megatron_lightning.data.rollouts.rollout_data import OVERLONG, RolloutData
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.data_modules.run_data_module import RunDataModule
+from megatron_lightning.modules.post_training.trained_generation import check_split
 
 
 class RolloutDataModule(RunDataModule, RolloutData):
@@ -61,6 +62,8 @@ class RolloutDataModule(RunDataModule, RolloutData):
             if self.options.environment is not None:
                 _ = self.environment
                 self._check_ends()
+                if self.options.history == "split" and self._policy() is not None:
+                    check_split(self._policy())
             else:
                 self._check_weights()
         else:

@@ -72,7 +72,7 @@ class RolloutSampler:
             groups, failed = self._round(number, turn, pending)
             failures += failed
             num_samples += sum(len(group) for group in groups.values())
-            num_tokens += sum(sum(row.mask) for group in groups.values() for row in group)
+            num_tokens += sum(row.num_sampled for group in groups.values() for row in group)
             found |= groups
             dull = [slot for slot, group in groups.items() if self._is_dull(group)]
             if not dull or turn == data.options.dynamic_sampling:

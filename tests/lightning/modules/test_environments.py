@@ -121,12 +121,17 @@ def fit(
     *,
     steps: int = 2,
     budget: int = 90,
+    runs: int = 1,
+    **of_policy: Any,
 ) -> _Metrics:
     """Train on the ranks of this process's group."""
     record = _Metrics()
     explicit = PipelineOptions(explicit_steps=True)
     strategy = MegatronStrategy(pipeline_options=explicit, **(options or {}))
-    chosen = trainer(strategy, max_steps=steps, callbacks=[record], default_root_dir=folder)
+    chosen = trainer(
+        strategy, max_steps=steps, callbacks=[record], default_root_dir=folder,
+        accumulate_grad_batches=runs,
+    )  # fmt: skip
     given = {"prompts": f"{folder}/prompts.jsonl", "environment": f"{HERE}.Guess"}
     data = RolloutDataModule(
         **{"num_generations": 2, "batch_size": 4, "end_ids": ENDS, "pad_to": 4}
@@ -139,6 +144,7 @@ def fit(
         temperature=0.7,
         max_completion_length=budget,
         scale_rewards="batch",
+        **of_policy,
     )
     chosen.fit(policy, datamodule=data)
     return record
@@ -171,6 +177,45 @@ def test_turns_are_sampled_trained_and_replayed(tmp_path: Path) -> None:
     assert (replayed.losses, replayed.norms) == (sampled.losses, sampled.norms)
 
 
+def test_a_template_that_changes_history_splits_its_conversations(tmp_path: Path) -> None:
+    """Every text is what the model has read; a row has one reward, and all texts are trained."""
+    counts = CHATML.replace("{% for", "{{ messages | length }}{% for", 1)
+    write(tmp_path, counts)
+    options: dict[str, Any] = {"history": "split", "environment": f"{HERE}.Uneven"}
+    with pytest.raises(ConfigError, match=r"loss_type=grpo is a mean over rows.*dapo"):
+        fit(str(tmp_path), of_data=options, loss_type="grpo")
+    sampled = fit(str(tmp_path), of_data=options, budget=40, num_iterations=2, steps=4)
+    files, tokenizer = _files(tmp_path), make_tokenizer()
+    rows = [row for file in files for row in file.rows]
+    assert len(files) == 2 and len(rows) == 8
+    assert {len(row.texts) for row in rows} > {1}
+    for row in rows:
+        assert sum(len(text.ids) for text in row.texts) <= 40
+        for number, text in enumerate(row.texts if row.ids else ()):  # not of a failed reset
+            assert tokenizer.decode(text.prompt_ids).startswith(f"{1 + 2 * number}<|im_start|>user")
+            assert all(text.mask) and None not in text.logprobs and None not in text.steps
+    assert all(m["sampler_difference_max"] < 1e-5 for m in sampled.metrics[::2])
+    assert sampled.metrics[0]["texts_of_row"] == sum(len(r.texts) for r in files[0].rows) / 4
+    again = {"replay": f"{tmp_path}/rollouts/version_0"}
+    replayed = fit(str(tmp_path), of_data=again, num_iterations=2, steps=4)
+    assert (replayed.losses, replayed.norms) == (sampled.losses, sampled.norms)
+    one_by_one = {**again, "batch_size": 2}
+    halves = fit(str(tmp_path), of_data=one_by_one, num_iterations=2, steps=4, runs=2)
+    assert halves.norms == pytest.approx(sampled.norms, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_replicas_split_unequal_conversations(tmp_path: Path) -> None:
+    write(tmp_path, CHATML.replace("{% for", "{{ messages | length }}{% for", 1))
+    split = {"history": "split", "environment": f"{HERE}.Uneven"}
+    whole = fit(str(tmp_path), of_data=split, budget=40)
+    of_data = {"batch_size": 2, "folder": str(tmp_path / "own"), **split}
+    for options in ({"micro_batch_size": 1}, {"data_parallel": "fsdp"}):
+        arguments = (str(tmp_path), options, of_data, 40)
+        for own in run_ranks(2, _on_ranks, *arguments, timeout_s=600):
+            assert own.norms == pytest.approx(whole.norms, rel=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
 def test_every_layout_talks_alike(tmp_path: Path, layout: str) -> None:
@@ -193,8 +238,10 @@ def test_every_layout_talks_alike(tmp_path: Path, layout: str) -> None:
     assert texts == [[row.ids for row in file.rows] for file in _files(tmp_path)]
 
 
-def _on_ranks(folder: str, options: dict[str, Any], of_data: dict[str, Any]) -> _Metrics:
-    return fit(folder, options, of_data)
+def _on_ranks(
+    folder: str, options: dict[str, Any], of_data: dict[str, Any], budget: int = 90
+) -> _Metrics:
+    return fit(folder, options, of_data, budget=budget)
 
 
 def test_environments_that_fail_are_counted_and_closed(tmp_path: Path) -> None:

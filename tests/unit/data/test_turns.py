@@ -110,13 +110,15 @@ def test_ids_are_those_of_the_whole_text(template: str) -> None:
 
 def test_a_template_that_drops_reasoning_is_refused_or_kept() -> None:
     tokenizer = make_tokenizer(template=DROPS)
-    with pytest.raises(DataError, match=r'rows.jsonl:1: .* message 1 \(assistant\) .* "keep"'):
+    with pytest.raises(DataError, match=r'rows.jsonl:1: .* message 1 \(assistant\) .* "keep".*"split"'):
         _talk(DROPS, tokenizer, "<|im_end|>", thought=THOUGHT)
     ids, mask, answers, _, chosen = _talk(
         DROPS, tokenizer, "<|im_end|>", thought=THOUGHT, odd=True, history="keep"
     )
     assert _chosen(ids, mask) == answers
     assert chosen.decode(ids).count("Two and three.") == 2
+    with pytest.raises(TypeError):  # there is nothing to append: another text begins
+        _talk(DROPS, tokenizer, "<|im_end|>", thought=THOUGHT, history="split")
     # Also a template that hides what the answer is: it would not be what the model saw.
     hides = DROPS.replace("message.content if loop.last else ", "")
     with pytest.raises(DataError, match=r"message 1 \(assistant\)"):

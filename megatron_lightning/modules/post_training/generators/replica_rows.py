@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from megatron_lightning.data.rollouts.generation import Rollout
+from megatron_lightning.data.rollouts.generation import Rollout, Text
 from megatron_lightning.data.rollouts.prompts import Prompt
 from megatron_lightning.data.rollouts.rollout_data import OVERLONG
 from megatron_lightning.errors import ConfigError
@@ -29,8 +30,6 @@ T = TypeVar("T")
 Group = list[Rollout]
 Groups = dict[int, Group]
 """Rows of each prompt, by the prompt's place."""
-Text = tuple[Sequence[int], Sequence[int], Sequence[float | None], Sequence[int | None]]
-"""Ids behind a prompt, whether each was sampled, log-probabilities, and steps of the weights."""
 
 
 class Engine(Protocol):
@@ -156,7 +155,7 @@ class ReplicaRows:
         rows: Groups = {}
         for (slot, prompt), answers, given in zip(prompts.items(), texts, rewards, strict=True):
             rows[slot] = [
-                self._row(first + slot, prompt.ids, _text_of(one, step), reward, seeds[slot] + n)
+                self._row(first + slot, [_text_of(prompt, one, step)], reward, seeds[slot] + n)
                 for n, (one, reward) in enumerate(zip(answers, given, strict=True))
             ]
         return rows, failures
@@ -236,40 +235,39 @@ class ReplicaRows:
         count = self._data.options.num_generations
         rows: Groups = {slot: [] for slot in slots}
         for number, one in enumerate(episodes.all):
-            slot, steps = slots[number // count], [step if n is None else n for n in one.steps]
-            text = (one.ids, one.mask, one.logprobs, steps)
-            row = self._row(first + slot, one.prompt_ids, text, one.rewards, one.seed)
+            slot, texts = slots[number // count], [_with_steps(text, step) for text in one.texts]
+            row = self._row(first + slot, texts, one.rewards, one.seed)
             rows[slot].append(row)
         return rows, episodes.counts
 
     def _row(
-        self,
-        group: int,
-        prompt_ids: Sequence[int],
-        text: Text,
-        rewards: Mapping[str, float | None],
-        seed: int,
+        self, group: int, texts: Sequence[Text], rewards: Mapping[str, float | None], seed: int
     ) -> Rollout:
-        ids, mask, logprobs, steps = text
         buffer = self._data.options.overlong_buffer
         if buffer is not None:
-            excess = len(ids) - (self._policy.max_completion_length - buffer)
+            length = sum(len(text.ids) for text in texts)
+            excess = length - (self._policy.max_completion_length - buffer)
             # Alone it says nothing: an answer that nobody has scored stays unscored.
             is_scored = any(value is not None for value in rewards.values())
             penalty = -min(max(excess, 0) / buffer, 1.0) if is_scored else None
             rewards = {**rewards, OVERLONG: penalty}
-        return Rollout(
-            group=group,
-            prompt_ids=list(prompt_ids),
-            ids=list(ids),
-            mask=list(mask),
-            logprobs=list(logprobs),
-            steps=[step if is_one else None for step, is_one in zip(steps, mask, strict=True)],
-            rewards=rewards,
-            seed=seed,
-        )
+        last = vars(texts[-1])
+        return Rollout(**last, group=group, rewards=rewards, seed=seed, earlier=texts[:-1])
 
 
-def _text_of(answer: Completion, step: int) -> Text:
+def _text_of(prompt: Prompt, answer: Completion, step: int) -> Text:
     ids = answer.sampled_tokens
-    return ids, [1] * len(ids), answer.sampled_logprobs, answer.steps or [step] * len(ids)
+    return Text(
+        prompt_ids=list(prompt.ids),
+        ids=ids,
+        mask=[1] * len(ids),
+        logprobs=answer.sampled_logprobs,
+        steps=answer.steps or [step] * len(ids),
+    )
+
+
+def _with_steps(text: Text, step: int) -> Text:
+    """Return a text whose sampled ids all have a step."""
+    pairs = zip(text.steps, text.mask, strict=True)
+    steps = [(step if own is None else own) if is_sampled else None for own, is_sampled in pairs]
+    return replace(text, steps=steps)
