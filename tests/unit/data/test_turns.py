@@ -110,7 +110,8 @@ def test_ids_are_those_of_the_whole_text(template: str) -> None:
 
 def test_a_template_that_drops_reasoning_is_refused_or_kept() -> None:
     tokenizer = make_tokenizer(template=DROPS)
-    with pytest.raises(DataError, match=r'rows.jsonl:1: .* message 1 \(assistant\) .* "keep".*"split"'):
+    named = r'rows.jsonl:1: .* message 1 \(assistant\) .* "keep".*"split"'
+    with pytest.raises(DataError, match=named):
         _talk(DROPS, tokenizer, "<|im_end|>", thought=THOUGHT)
     ids, mask, answers, _, chosen = _talk(
         DROPS, tokenizer, "<|im_end|>", thought=THOUGHT, odd=True, history="keep"
