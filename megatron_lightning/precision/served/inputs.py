@@ -17,10 +17,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from megatron_lightning.precision.formats import rounded
 from megatron_lightning.precision.scaling import (
     Block,
     amax_of,
-    apply_factors,
     from_blocks,
     scales_of,
     to_blocks,
@@ -60,6 +60,6 @@ def rounded_inputs(x: Tensor, form: ServedFormat, amax: Tensor | None = None) ->
         codes = (blocks / scales[:, None, :, None]).round().clamp(-_LARGEST_INT8, _LARGEST_INT8)
     else:
         factor, scales = scales_of(own, "e4m3", power_of_two=False)
-        codes = apply_factors(blocks, factor, "e4m3").float()
+        codes = rounded(blocks * factor[:, None, :, None], "e4m3")
     values = values_of(from_blocks(codes, *rows.shape), scales, block)
     return values.to(x.dtype).reshape(x.shape)

@@ -30,12 +30,11 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.precision.formats import FORMAT_MAX, cast, power_of_two_below
+from megatron_lightning.precision.formats import FORMAT_MAX, cast, power_of_two_below, rounded
 from megatron_lightning.precision.scaling import (
     Block,
     amax_of,
     amax_of_matrices,
-    apply_factors,
     from_blocks,
     mx_scales,
     scales_of,
@@ -248,7 +247,7 @@ def _round(
     else:
         factor, scales = scales_of(amax, "e4m3", power_of_two=True)
     code = "e2m1" if form.name in ("nvfp4", "mxfp4") else "e4m3"
-    return apply_factors(blocks, factor, code).float(), scales
+    return rounded(blocks * factor.unsqueeze(-2).unsqueeze(-1), code), scales
 
 
 def _error(blocks: Tensor, codes: Tensor, scales: Tensor, outer: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ from megatron_lightning.precision.formats import (
     cast,
     pack_e2m1,
     power_of_two_below,
+    rounded,
     to_e8m0,
     unpack_e2m1,
 )
@@ -88,6 +89,19 @@ def test_values_beyond_the_largest_saturate(name: str) -> None:
         x = torch.tensor(beyond).expand(9, 5).t() if x.ndim == 2 else x
         assert (cast(x, name).float() == largest).all()
         assert (cast(-x, name).float() == -largest).all()
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e2m1"])
+def test_values_stay_in_fp32(name: str) -> None:
+    """Of every magnitude, with ties, signs of zero and NaN."""
+    bits = torch.arange(-(1 << 31), 1 << 31, (1 << 12) + 1).to(torch.int32)
+    x = torch.cat((bits.view(torch.float32), torch.arange(-4096, 4097) * 2.0**-11))
+    x = torch.cat((x, torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan")])))
+    expected, found = cast(x, name).float(), rounded(x, name)
+    known = ~x.isnan()
+    assert torch.equal(found[known].view(torch.int32), expected[known].view(torch.int32))
+    if name == "e4m3":
+        assert bool(found[~known].isnan().all())
 
 
 @pytest.mark.parametrize("name", FORMATS)
