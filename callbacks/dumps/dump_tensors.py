@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_lightning.assembly.state.full_state import CollectedTensors
 from megatron_lightning.callbacks.dumps.files import save_dump
-from megatron_lightning.callbacks.dumps.parameters import gradients_of, weights_of
+from megatron_lightning.callbacks.dumps.parameters import deal_chunks, gradients_of, weights_of
 from megatron_lightning.callbacks.dumps.placement import Features, Placement
 from megatron_lightning.callbacks.dumps.recorder import Recorder
 from megatron_lightning.errors import ConfigError
@@ -88,6 +88,7 @@ class DumpTensors(pl.Callback):
         self._check(trainer, pl_module, chosen)
         self._step, self._batch, self._found = trainer.global_step, batch, {}
         self._recorder = Recorder(chosen, self.what)
+        deal_chunks(trainer, deals=False)  # places of tokens are those of rows of one document
         if "weights" in self.what:
             for name, shards in weights_of(trainer, pl_module).items():
                 self._take(f"weights/{name}", shards)
@@ -112,6 +113,7 @@ class DumpTensors(pl.Callback):
         recorder = self._recorder
         if recorder is not None and trainer.global_step != self._step:
             self._recorder = None
+            deal_chunks(trainer, deals=True)
             self._write(recorder, trainer, pl_module)
 
     def on_exception(
@@ -121,6 +123,7 @@ class DumpTensors(pl.Callback):
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
+            deal_chunks(trainer, deals=True)
 
     def _matches(self, name: str) -> bool:
         return bool(name) and any(fnmatchcase(name, pattern) for pattern in self.modules)

@@ -12,6 +12,13 @@ from megatron_lightning.parallel.shards.tensor_shards import TensorShards
 from megatron_lightning.strategies.trainer_ranks import run_of
 
 
+def deal_chunks(trainer: pl.Trainer, *, deals: bool) -> None:
+    """Set whether ranks that share sequences deal the chunks of packed rows."""
+    run = run_of(trainer)
+    if run is not None:
+        run.steps.deal_chunks(deals=deals)
+
+
 def weights_of(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, TensorShards]:
     """Return the weights and saved buffers on this rank by global name."""
     run = run_of(trainer)

@@ -70,8 +70,13 @@ class ContextOptions:
     tokens divides its work, or else computes full rows on every rank. "divided" refuses modules
     that do not divide. A mapping of path patterns ("model.layers.*.self_attn") to ways (ring,
     exchange, rows, gather) sets them, and other modules are as in "auto"."""
+    chunks_per_rank: Literal["auto"] | int = "auto"
+    """Chunks of a packed row that each rank holds, dealt by the work of attention for each
+    micro-batch. "auto": up to 8, of 64 tokens or more. 2: the two chunks of rows with one document,
+    for every row."""
 
     def __post_init__(self) -> None:
+        self._check_chunks()
         for name in self.cp_comm_types:
             check_choice("cp_comm_type", name, get_args(CPCommType))
         if isinstance(self.mixers, dict):
@@ -99,6 +104,21 @@ class ContextOptions:
                 f"hierarchical_context_parallel_sizes={sizes} are the levels of cp_comm_type "
                 f'"a2a+p2p", and cp_comm_type is {self.cp_comm_type!r}. Set the sizes to None, or '
                 'cp_comm_type to "a2a+p2p".'
+            )
+
+    def _check_chunks(self) -> None:
+        """Check the number of chunks."""
+        chunks = self.chunks_per_rank
+        if chunks in {"auto", 2}:
+            return
+        if not is_count(chunks) or chunks == 1:
+            raise ConfigError(
+                f'chunks_per_rank is {chunks!r}. Set it to "auto", or to an integer from 2 on.'
+            )
+        if "a2a+p2p" in self.cp_comm_types:
+            raise ConfigError(
+                f'chunks_per_rank={chunks} deals chunks by work, and cp_comm_type "a2a+p2p" needs '
+                "adjacent chunks on neighbors. Set chunks_per_rank to 2, or another cp_comm_type."
             )
 
     @property

@@ -58,10 +58,10 @@ class TokenShift(nn.Module):
         """Return for every position of ``x`` [b, s] the next entry of the same document, or
         ``fill`` at the end. A collective of the ranks that share sequences.
         """
-        group = self.context_group
-        part = SequencePart(group.rank, group.size)
-        chunks = x.chunk(len(part.spans(x.shape[1] * group.size)), 1)
-        first = gather_parts(torch.cat([chunk[:, :1] for chunk in chunks], 1), group, 1)
+        group, deal = self.context_group, None if documents is None else documents.deal
+        part = SequencePart(group.rank, group.size, deal)
+        chunks = x.chunk(len(part.chunks), 1)
+        first = gather_parts(torch.cat([chunk[:, :1] for chunk in chunks], 1), group, 1, deal)
         following = part.split(F.pad(first[:, 1:], (0, 1), value=fill), 1)
         pieces = zip(chunks, following.split(1, 1), strict=True)  # type: ignore[no-untyped-call]
         shifted = torch.cat([piece for chunk, end in pieces for piece in (chunk[:, 1:], end)], 1)

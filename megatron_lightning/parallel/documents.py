@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from megatron_lightning.parallel.deal import Deal, chunk_work
 from megatron_lightning.parallel.sequence import SequencePart
 
 
@@ -26,6 +27,8 @@ class Documents:
 
     boundaries: tuple[tuple[int, ...], ...]
     """Boundaries of every row of the batch."""
+    deal: Deal | None = None
+    """Chunks of the ranks that share the rows. None: zigzag."""
     table: Tensor = field(init=False, repr=False, compare=False)
     """The boundaries as a tensor on the CPU [rows, most boundaries of a row], padded with the last
     boundary. The table is an input of compiled graphs, so that graphs are the same for all
@@ -37,30 +40,30 @@ class Documents:
         object.__setattr__(self, "table", torch.tensor(rows, device="cpu"))
 
     @classmethod
-    def of_table(cls, table: Tensor) -> Documents:
+    def of_table(cls, table: Tensor, deal: Deal | None = None) -> Documents:
         """Return the documents of a :attr:`table`."""
-        return cls(tuple(tuple(dict.fromkeys(row)) for row in table.tolist()))
+        return cls(tuple(tuple(dict.fromkeys(row)) for row in table.tolist()), deal)
 
     @classmethod
-    def of_ids(cls, document_ids: Tensor) -> Documents:
+    def of_ids(cls, document_ids: Tensor, deal: Deal | None = None) -> Documents:
         """Return the documents of full rows of ids [b, s]. A document ends where the id changes."""
-        return cls._where(document_ids[:, 1:] != document_ids[:, :-1])
+        return cls._where(document_ids[:, 1:] != document_ids[:, :-1], deal)
 
     @classmethod
-    def of_positions(cls, position_ids: Tensor) -> Documents:
+    def of_positions(cls, position_ids: Tensor, deal: Deal | None = None) -> Documents:
         """Return the documents of full rows of positions [b, s]. A document ends where positions do
         not go on by 1.
         """
-        return cls._where(position_ids[:, 1:] != position_ids[:, :-1] + 1)
+        return cls._where(position_ids[:, 1:] != position_ids[:, :-1] + 1, deal)
 
     @classmethod
-    def _where(cls, ends: Tensor) -> Documents:
+    def _where(cls, ends: Tensor, deal: Deal | None) -> Documents:
         """``ends`` [b, s-1]: whether a position is the end of the position's document."""
         length = ends.shape[1] + 1
         boundaries: list[list[int]] = [[0] for _ in range(ends.shape[0])]
         for row, position in ends.nonzero().tolist():
             boundaries[row].append(position + 1)
-        return cls(tuple((*row, length) for row in boundaries))
+        return cls(tuple((*row, length) for row in boundaries), deal)
 
     @property
     def length(self) -> int:
@@ -74,7 +77,14 @@ class Documents:
 
     def expanded(self, num_rows: int) -> Documents:
         """Return the documents of ``num_rows`` rows. A single row represents all rows."""
-        return self if len(self.boundaries) > 1 else Documents(self.boundaries * num_rows)
+        many = len(self.boundaries) > 1
+        return self if many else Documents(self.boundaries * num_rows, self.deal)
+
+    def dealt(self, num_ranks: int, num_chunks: int) -> Deal:
+        """Return a deal of ``num_chunks`` chunks a rank by the work of full causal attention, which
+        decides: windows and states cost less.
+        """
+        return Deal.by_work(chunk_work(self.boundaries, num_ranks * num_chunks), num_ranks)
 
     def spans(self) -> Iterator[tuple[int, range]]:
         """Yield the row and the positions of every document."""

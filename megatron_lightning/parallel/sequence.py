@@ -1,9 +1,4 @@
-"""Divide sequences over context-parallel ranks.
-
-A causal query late in a sequence sees more keys than an early query. So s positions are cut into 2c
-chunks for c ranks, and rank r holds chunks r and 2c-1-r (*zigzag*, as ``get_batch_on_this_cp_rank``
-of Megatron-LM does): all ranks do the same work.
-"""
+"""Divide sequences over context-parallel ranks, by a :class:`Deal` of their chunks."""
 
 from __future__ import annotations
 
@@ -13,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_lightning.parallel.deal import Deal
+
 
 @dataclass(frozen=True)
 class SequencePart:
@@ -20,14 +17,21 @@ class SequencePart:
 
     rank: int = 0
     num_ranks: int = 1
+    deal: Deal | None = None
+    """Chunks of all ranks. None: zigzag."""
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Numbers of the rank's chunks, in order."""
+        if self.num_ranks == 1:
+            return (0,)
+        return (self.deal or Deal.zigzag(self.num_ranks)).chunks(self.rank)
 
     def spans(self, length: int) -> tuple[range, ...]:
         """Return the rank's positions of ``length``, in order."""
-        if self.num_ranks == 1:
-            return (range(length),)
-        chunk = length // (2 * self.num_ranks)
-        chunks = (self.rank, 2 * self.num_ranks - 1 - self.rank)
-        return tuple(range(index * chunk, (index + 1) * chunk) for index in chunks)
+        chunks = self.chunks
+        size = length // (len(chunks) * self.num_ranks)
+        return tuple(range(index * size, (index + 1) * size) for index in chunks)
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
         """Return the rank's positions of ``length``, as a tensor."""
@@ -42,11 +46,17 @@ class SequencePart:
         return torch.cat([full.narrow(dim, span.start, len(span)) for span in spans], dim)
 
 
-def join(parts: Sequence[Tensor], dim: int) -> Tensor:
+def join(parts: Sequence[Tensor], dim: int, deal: Deal | None = None) -> Tensor:
     """Return the full tensor, given the parts of all ranks in order. Undoes
     :meth:`SequencePart.split`.
+
+    Args:
+        parts: Of the ranks.
+        dim: Of the sequence.
+        deal: Chunks of the ranks. None: zigzag.
     """
     if len(parts) == 1:
         return parts[0]
-    halves = [part.chunk(2, dim) for part in parts]
-    return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim)
+    owners = (deal or Deal.zigzag(len(parts))).owners
+    chunks = [iter(part.chunk(len(owners) // len(parts), dim)) for part in parts]
+    return torch.cat([next(chunks[owner]) for owner in owners], dim)

@@ -78,8 +78,7 @@ class PipelinedStepRunner(StepRunner):
             begun = self._begin_training(batch, indices, batch_size_of(batch) or 1)
             output = self._explicitly("training_step", batch, indices)
         else:
-            with self._parts(batch) as part:
-                microbatches = self._split(part)
+            with self._parts(batch) as microbatches:
                 num_samples = sum(batch_size_of(part) or 1 for part in microbatches)
                 begun = self._begin_training(batch, indices, num_samples)
                 step = self._scope.module.training_step
@@ -107,18 +106,19 @@ class PipelinedStepRunner(StepRunner):
         """Run a step on a batch. Return the step's output."""
         if self._scope.options.pipeline.explicit_steps:
             return self._explicitly(hook, batch, indices)
-        with self._parts(batch) as part:
-            return self._run(hook, getattr(self._scope.module, hook), self._split(part), indices)
+        with self._parts(batch) as microbatches:
+            return self._run(hook, getattr(self._scope.module, hook), microbatches, indices)
 
-    def _parts(self, batch: Any) -> AbstractContextManager[Any]:
-        """Return the context of steps on this rank's part of the sequences in a batch, for ranks
-        sharing sequences. The context yields the part.
+    def _parts(self, batch: Any) -> AbstractContextManager[list[Any]]:
+        """Return the context of steps on the micro-batches of a batch. The context yields the
+        micro-batches, for ranks sharing sequences this rank's part of each.
         """
+        microbatches = self._split(batch)
         if self._sequence is None:
-            return nullcontext(batch)
+            return nullcontext(microbatches)
         if self._scope.part.partition is not None:
             self._sequence.find_mixers(self._run_on_stages)
-        return self._sequence.divided(batch)
+        return self._sequence.divided(batch, microbatches)
 
     def _run_on_stages(self, keywords: dict[str, Any]) -> Any:
         """Call the pipelined module once on all stages, beside the steps. Return its output on the
@@ -136,8 +136,8 @@ class PipelinedStepRunner(StepRunner):
         if self._explicit is None:
             raise not_in_a_step()
         hook = self._explicit.begin(trains=torch.is_grad_enabled())
-        with self._parts(batch) as part:
-            return self._run(hook, fn, self._split(part), ())
+        with self._parts(batch) as microbatches:
+            return self._run(hook, fn, microbatches, ())
 
     def _explicitly(self, hook: str, batch: Any, indices: tuple[Any, ...]) -> Any:
         """Call a hook once with its batch. The hook itself runs functions on the micro-batches."""

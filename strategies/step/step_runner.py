@@ -157,6 +157,13 @@ class StepRunner(ABC):
         :func:`megatron_lightning.strategies.run_pipeline`.
         """
 
+    def deal_chunks(self, *, deals: bool) -> None:
+        """Set whether chunks of packed rows are dealt by work. Otherwise ranks divide packed rows
+        as rows of one document, at places that do not depend on the batch.
+        """
+        if self._sequence is not None:
+            self._sequence.deals = deals
+
     def refuse_in_step(self, what: str, advice: str | None = None) -> None:
         """Refuse a call that needs all ranks in the middle of a pipelined step.
 

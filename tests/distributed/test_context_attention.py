@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,8 @@ KINDS = {
     "documents, full": SequenceInfo(causal=False, documents=DOCUMENTS),
     "documents, window": SequenceInfo(window=5, documents=DOCUMENTS),
 }
+CHUNKS = {"documents": 8, "documents, window": 4}
+"""Chunks of each rank in the cases whose rows are dealt."""
 SCALE = 0.3
 
 
@@ -79,16 +82,26 @@ def _cases(num_ranks: int, backend: str) -> list[tuple[str, str, torch.dtype]]:
     return [(heads, kind, dtype) for heads in HEADS for kind in KINDS for dtype in dtypes]
 
 
+def _sequence(kind: str, num_ranks: int, backend: str) -> SequenceInfo:
+    """Return the sequences, with a deal of their chunks where ranks take one."""
+    known = KINDS[kind]
+    if kind not in CHUNKS or known.documents is None or backend == "a2a+p2p":
+        return known
+    deal = known.documents.dealt(num_ranks, CHUNKS[kind])
+    return replace(known, documents=Documents(known.documents.boundaries, deal))
+
+
 def _local(
     num_ranks: int, backend: str, levels: list[int] | None = None, kernels: Any = "auto"
 ) -> list[list[Tensor]]:
     context = _context(num_ranks, backend, levels)
-    part = SequencePart(context.cp.rank, num_ranks)
     results = []
     for heads, kind, dtype in _cases(num_ranks, backend):
+        sequence = _sequence(kind, num_ranks, backend)
+        part = SequencePart(context.cp.rank, num_ranks, sequence.deal)
         q, k, v, grad = (part.split(x, 2) for x in _inputs(heads, dtype))
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        out = BACKENDS[backend](context)(q, k, v, KINDS[kind], SCALE, backend=kernels)
+        out = BACKENDS[backend](context)(q, k, v, sequence, SCALE, backend=kernels)
         out.backward(grad)
         results.append([x.detach() for x in (out, q.grad, k.grad, v.grad)])
     return [
@@ -131,10 +144,11 @@ def _compare(
 ) -> None:
     ranks = run_ranks(num_ranks, _local, num_ranks, backend, levels, kernels)
     for index, (heads, kind, dtype) in enumerate(_cases(num_ranks, backend)):
-        expected = _reference(heads, dtype, KINDS[kind])
+        sequence = _sequence(kind, num_ranks, backend)
+        expected = _reference(heads, dtype, sequence)
         for number, full in enumerate(expected):
             parts = [torch.from_numpy(rank[index][number]) for rank in ranks]
-            error = (join(parts, 2) - full).norm() / full.norm()
+            error = (join(parts, 2, sequence.deal) - full).norm() / full.norm()
             assert error <= TOLERANCES[dtype], (heads, kind, dtype, number)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import DeltaNetConfig, MoEConfig, TransformerConfig
+from megatron_lightning.config import ContextOptions, DeltaNetConfig, MoEConfig, TransformerConfig
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers import SequenceInfo
 from megatron_lightning.layers.state_space.delta_net import GatedDeltaNet
@@ -215,6 +215,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-pp2-zb-h1": (4, {TP: 2, PP: 2, MICRO: 1, "pipeline_schedule": "zb-h1"}),
     "pp2-vpp2-dp2": (4, {PP: 2, VPP: 2, MICRO: 1}),
     "cp2-pp2": (4, {CP: 2, PP: 2, MICRO: 1}),
+    "cp2-dealt": (2, {CP: 2, MICRO: 2, "context_options": ContextOptions(chunks_per_rank=4)}),
 }
 MODELS: dict[str, dict[str, Any]] = {
     "freq": {"linear_attention_freq": 2},
@@ -224,7 +225,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe": MoEConfig(num_experts=4, ffn_hidden_size=12, layer_freq=2),
     },
 }
-SPREAD = {"freq": ["tp2", "cp2", "fsdp2"], "single": ["pp2"]}
+SPREAD = {"freq": ["tp2", "cp2-dealt", "fsdp2"], "single": ["pp2"]}
 
 
 def _layouts_of(model: str) -> list[str]:

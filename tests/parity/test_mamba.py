@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import MambaConfig, RecomputeOptions
+from megatron_lightning.config import ContextOptions, MambaConfig, RecomputeOptions
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.state_space.mamba import MambaMixer
 from megatron_lightning.layers.styles import GroupedHeads
@@ -39,6 +39,7 @@ RTOL = 1e-5  # fp32, sums in another order
 FULL = RecomputeOptions(
     recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
 )
+DEALT = ContextOptions(chunks_per_rank=4)
 LAYOUTS: dict[str, Layout] = {
     "tp2, sp": NAMED["tp2"],
     "pp2": NAMED["pp2"],
@@ -52,9 +53,10 @@ LAYOUTS: dict[str, Layout] = {
     "tp4": make_layout("tp4", 4, tp=4),
     "tp2 without sp": make_layout("tp2-without-sp", 2, tp=2, sp=False),
     "zb-h1": make_layout("zb-h1", 2, pp=2, mbs=2, pipeline_schedule="zb-h1"),
+    "cp2, dealt": make_layout("cp2-dealt", 2, cp=2, context_options=DEALT),
     "cp2, recomputed": make_layout("cp2-recomputed", 2, cp=2, recompute=FULL),
 }
-USUAL = (("tp2, sp", 1), ("cp2", 2))
+USUAL = (("tp2, sp", 1), ("cp2, dealt", 2))
 CASES = [(layout, groups) for layout in LAYOUTS for groups in (1, 2)]
 
 

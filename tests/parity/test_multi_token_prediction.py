@@ -82,6 +82,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {CP: 2}),
     "cp2-gather": (2, {CP: 2, **_exchange("all_gather")}),
     "cp2-a2a": (2, {CP: 2, **_exchange("a2a")}),
+    "cp2-dealt": (2, {CP: 2, "context_options": ContextOptions(chunks_per_rank=4)}),
     "zero1": (2, {}),
     "fsdp": (2, FSDP),
     "tp2-uniform": (2, {TP: 2, "recompute": RECOMPUTE["uniform"]}),
@@ -218,7 +219,8 @@ def _train_packed(model: str, options: dict[str, Any] | None) -> Any:
 @pytest.mark.parametrize(
     ("model", "layout", "one"),
     [
-        ("untied", "cp2", None),
+        ("untied", "cp2-dealt", None),
+        pytest.param("untied", "cp2", None, marks=pytest.mark.slow),
         pytest.param("tied", "cp2-a2a", None, marks=pytest.mark.slow),
         pytest.param("tied", "tp2-cp2", None, marks=pytest.mark.slow),
         # A mean is over a micro-batch, and documents do not leave equally many labels of each.

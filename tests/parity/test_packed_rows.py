@@ -16,12 +16,15 @@ from megatron_lightning.config import ContextOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.parallel.documents import Documents
+from megatron_lightning.parallel.sequence import SequencePart
 from tests.helpers.language_model import RECOMPUTE
 from tests.helpers.layouts import CP, MICRO, PP, TP, VPP, fit, tiny_config
 from tests.helpers.ranks import run_ranks
 
 STEPS, BATCH, SEQUENCE, VOCABULARY = 3, 4, 16, 30
 GATHER = {"context_options": ContextOptions(cp_comm_type="all_gather")}
+DEALT = {"context_options": ContextOptions(chunks_per_rank=4)}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {CP: 2}),
     "cp2-gather": (2, {CP: 2, **GATHER}),
@@ -37,9 +40,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2-pp2-vpp2": (4, {CP: 2, PP: 2, VPP: 2, MICRO: 1}),
     "cp2-pp2-zb-h1": (4, {CP: 2, PP: 2, MICRO: 1, "pipeline_schedule": "zb-h1"}),
     "cp2-recompute": (2, {CP: 2, "recompute": RECOMPUTE["uniform"]}),
+    "cp2-dealt": (2, {CP: 2, MICRO: 1, **DEALT}),
+    "cp2-pp2-dealt": (4, {CP: 2, PP: 2, MICRO: 1, **DEALT}),
+    "cp2-pp2-vpp2-dealt": (
+        4,
+        {CP: 2, PP: 2, VPP: 2, MICRO: 1, "recompute": RECOMPUTE["uniform"], **DEALT},
+    ),
     "cp2-tp2-pp2": (8, {CP: 2, TP: 2, PP: 2, MICRO: 1}),
 }
-SPREAD = ["cp2-gather", "cp2-pp2"]
+SPREAD = ["cp2-gather", "cp2-pp2-dealt"]
 MODELS: dict[str, dict[str, Any]] = {
     "rope": {"num_query_groups": 2},
     "learned": {"position_embedding_type": "learned_absolute"},
@@ -104,6 +113,45 @@ def test_training_equals_one_process(model: str, names: list[str]) -> None:
                 assert rank[index][0] == pytest.approx(losses, rel=1e-5), name
                 assert rank[index][1] == pytest.approx(norms, rel=1e-5), name
                 assert rank[index][2] == pytest.approx(value, rel=1e-5), name
+
+
+class _Watching(GPTLightningModule):
+    """Keeps the tokens that its steps get."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.tokens.append(batch["tokens"].clone())
+        return super().training_step(batch, batch_idx)
+
+
+class _OwnModel(GPTLightningModule):
+    """Builds a model with code of its own."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.decoder.final_layernorm = _Norm()
+
+
+class _Norm(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def _watched(cp: int) -> Any:
+    module = _Watching(_config())
+    module.tokens = []
+    loader = DataLoader(_rows(), batch_size=BATCH)
+    run = fit({CP: cp, MICRO: 1, **DEALT}, module, loader, steps=1)
+    with pytest.raises(ConfigError, match=r"code of others \(decoder.final_layernorm"):
+        fit({CP: cp, **DEALT}, _OwnModel(_config()), loader, steps=1)
+    return run.trainer.strategy.context.cp.rank, [tokens[0].tolist() for tokens in module.tokens]
+
+
+def test_ranks_hold_the_chunks_of_each_micro_batch() -> None:
+    for rank, found in run_ranks(2, _watched, 2):
+        for row, tokens in zip(_rows(), found[-BATCH:], strict=False):
+            documents = Documents.of_ids(row["document_ids"][None])
+            deal = None if documents.are_full_rows else documents.dealt(2, 4)
+            assert tokens == SequencePart(rank, 2, deal).split(row["tokens"], 0).tolist()
 
 
 @pytest.mark.spread(1)

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.moe.routes import Routes
 from megatron_lightning.layers.state.key_cache import CacheStep
+from megatron_lightning.parallel.deal import Deal
 from megatron_lightning.parallel.documents import Documents, row_lengths
 
 __all__ = ["Documents", "SequenceInfo", "document_lengths", "rotary_places"]
@@ -61,6 +62,11 @@ class SequenceInfo:
     def with_padding(self, padding: Tensor | None) -> SequenceInfo:
         """Return the sequences with other padding [b, s]."""
         return self if self.padding is padding else replace(self, padding=padding)
+
+    @property
+    def deal(self) -> Deal | None:
+        """Chunks of the ranks that share the sequences. None: zigzag."""
+        return None if self.documents is None else self.documents.deal
 
     @property
     def is_plain(self) -> bool:

@@ -57,20 +57,22 @@ class GatheredAttention(GroupAttention):
         super().__init__(group, _attend)
 
 
-def _gather(inputs: Inputs, group: AxisGroup) -> Tensor:
+def _gather(inputs: Inputs, sharing: Sharing) -> Tensor:
     """Return all keys and values [2, b, g, s, d], in the order of the sequence."""
-    return gather_parts(torch.stack(inputs[1:]), group, 3)
+    return gather_parts(torch.stack(inputs[1:]), sharing.group, 3, sharing.sequence.deal)
 
 
-def _scatter(gradients: Tensor, group: AxisGroup) -> Tensor:
+def _scatter(gradients: Tensor, sharing: Sharing) -> Tensor:
     """Return the sum over the ranks of the gradients of this rank's keys and values."""
-    parts = [SequencePart(rank, group.size).split(gradients, 3) for rank in range(group.size)]
+    group, deal = sharing.group, sharing.sequence.deal
+    parts = [SequencePart(rank, group.size, deal).split(gradients, 3) for rank in range(group.size)]
     return finish(reduce_scatter_start(torch.stack(parts), group), group)[0]
 
 
 def _blocks(length: int, sharing: Sharing) -> list[Block]:
     """Return the visible blocks of a sequence of ``length`` positions."""
-    queries = SequencePart(sharing.group.rank, sharing.group.size).spans(length)
+    group = sharing.group
+    queries = SequencePart(group.rank, group.size, sharing.sequence.deal).spans(length)
     edges = sorted({0, length, *(x.start for x in queries), *(x.stop for x in queries)})
     keys = [range(start, stop) for start, stop in pairwise(edges)]
     return visible_blocks(queries, keys, sharing.sequence)
@@ -78,17 +80,17 @@ def _blocks(length: int, sharing: Sharing) -> list[Block]:
 
 class _Gathered:
     def __call__(self, inputs: Inputs, sharing: Sharing) -> Output:
-        merged, gathered = Merged(inputs.q, sharing), _gather(inputs, sharing.group)
+        merged, gathered = Merged(inputs.q, sharing), _gather(inputs, sharing)
         merged.see(gathered, _blocks(gathered.shape[3], sharing))
         return Output(merged.out.to(inputs.q.dtype), merged.log_sum)
 
     def gradients(
         self, grad: Tensor, inputs: Inputs, output: Output, sharing: Sharing
     ) -> tuple[Tensor, Tensor]:
-        gathered = _gather(inputs, sharing.group)
+        gathered = _gather(inputs, sharing)
         gradients = Gradients(grad, inputs.q, output, sharing)
         sums = gradients.of(gathered, _blocks(gathered.shape[3], sharing))
-        return gradients.q.to(inputs.q.dtype), _scatter(sums, sharing.group).to(inputs.k.dtype)
+        return gradients.q.to(inputs.q.dtype), _scatter(sums, sharing).to(inputs.k.dtype)
 
 
 _attend = differentiable("gathered_attention", _Gathered())
@@ -125,15 +127,21 @@ class ExchangedAttention:
         Raises:
             ShardingError: If the query heads do not divide over the exchanging ranks.
         """
+        if sequence.deal is not None and self._ring.group.size > 1:
+            raise ShardingError(
+                'cp_comm_type "a2a+p2p" passes keys between groups of neighbors, whose chunks must '
+                "be adjacent, and the chunks of packed rows were dealt by work. Set "
+                "ContextOptions(chunks_per_rank=2)."
+            )
         # If the number of ranks does not divide the key heads, several ranks share a key head.
         copies = lcm(k.shape[1], self.group.size) // k.shape[1]
         if copies > 1:
             k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
-        q, k, v = (sequence_to_heads(x, self.group) for x in (q, k, v))
+        q, k, v = (sequence_to_heads(x, self.group, sequence.deal) for x in (q, k, v))
         if sink is not None:
             sink = sink.chunk(self.group.size)[self.group.rank]
         out = self._ring(q, k, v, sequence, scale, backend=backend, softcap=softcap, sink=sink)
-        return heads_to_sequence(out, self.group)
+        return heads_to_sequence(out, self.group, sequence.deal)
 
 
 class ContextBackend(Protocol):

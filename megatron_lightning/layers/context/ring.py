@@ -72,12 +72,12 @@ def _steps(keys_and_values: Tensor, sharing: Sharing) -> Iterator[tuple[Tensor, 
     """
     group, sequence = sharing.group, sharing.sequence
     num_keys = keys_and_values.shape[3] * group.size
-    queries = SequencePart(group.rank, group.size).spans(num_keys)
+    queries = SequencePart(group.rank, group.size, sequence.deal).spans(num_keys)
     for step in range(group.size):
         last = step == group.size - 1
         passing = None if last else _Passing(keys_and_values, group)
-        keys = SequencePart((group.rank - step) % group.size, group.size).spans(num_keys)
-        yield keys_and_values, visible_blocks(queries, keys, sequence)
+        owner = SequencePart((group.rank - step) % group.size, group.size, sequence.deal)
+        yield keys_and_values, visible_blocks(queries, owner.spans(num_keys), sequence)
         if passing is not None:
             keys_and_values = passing.wait()
 

@@ -21,12 +21,13 @@ from megatron_lightning.config import AttentionBackend
 from megatron_lightning.layers.attention.sequence_info import SequenceInfo
 from megatron_lightning.layers.context.kernels import Inputs, Output
 from megatron_lightning.layers.context.merged import Sharing, sink_gradient, wide_dtype
+from megatron_lightning.parallel.deal import Deal
 from megatron_lightning.parallel.documents import Documents
 from megatron_lightning.parallel.grid.context import AxisGroup
 
 _SHARING = (
-    "int[] ranks, int rank, str group, Tensor? documents, bool causal, int? window, "
-    "float scale, str backend, float? softcap"
+    "int[] ranks, int rank, str group, Tensor? documents, int[]? owners, bool causal, "
+    "int? window, float scale, str backend, float? softcap"
 )
 
 
@@ -122,6 +123,7 @@ def differentiable(name: str, attention: Attention) -> Callable[..., Tensor]:
             group.rank,
             "" if process_group is None else process_group.group_name,
             None if documents is None else documents.table,
+            None if sequence.deal is None else list(sequence.deal.owners),
             sequence.causal,
             sequence.window,
             sharing.scale,
@@ -191,6 +193,7 @@ def _sharing(  # noqa: PLR0917 (operators are called by position)
     rank: int,
     group: str,
     documents: Tensor | None,
+    owners: list[int] | None,
     causal: bool,
     window: int | None,
     scale: float,
@@ -199,10 +202,11 @@ def _sharing(  # noqa: PLR0917 (operators are called by position)
 ) -> Sharing:
     distributed: Any = dist.distributed_c10d
     process_group = distributed._resolve_process_group(group) if group else None
+    deal = None if owners is None else Deal(tuple(owners))
     sequence = SequenceInfo(
         causal=causal,
         window=window,
-        documents=None if documents is None else Documents.of_table(documents),
+        documents=None if documents is None else Documents.of_table(documents, deal),
     )
     own = AxisGroup("cp", tuple(ranks), rank, process_group)
     return Sharing(own, sequence, scale, backend, softcap)

@@ -127,18 +127,18 @@ class GatedDeltaNet(StateMixer):
         parts = [*inputs, beta, alpha]
         # Ranks of a context group exchange: from a part of the sequence with all heads to the full
         # sequence with a part of the heads, since the recurrence runs along the sequence.
-        group = self.context_group
+        group, deal = self.context_group, None if sequence is None else sequence.deal
         if group is not None:
             keys = self._num_key_heads
             copies = max(1, group.size // keys)
             parts[:2] = [repeated_heads(part, keys, copies) for part in parts[:2]]
-            parts = parts_to_heads(parts, group)
+            parts = parts_to_heads(parts, group, deal)
         tokens = token_documents(documents, torch.arange(len(parts[0]), device=mixed.device))
         # The intermediate values of a scan are many times its inputs, and are computed again in
         # backward.
         out = self._recomputed(self._mix, parts, tokens, mixed.dtype)
         if group is not None:
-            out = heads_to_part(out, group)
+            out = heads_to_part(out, group, deal)
         out = self._recomputed(self._normed, out, gates)
         result: Tensor = self.out_proj(out)
         return result

@@ -15,23 +15,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_lightning.parallel.deal import Deal
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.sequence_exchange import heads_to_sequence, sequence_to_heads
 
 
-def parts_to_heads(parts: Sequence[Tensor], group: AxisGroup) -> list[Tensor]:
+def parts_to_heads(
+    parts: Sequence[Tensor], group: AxisGroup, deal: Deal | None = None
+) -> list[Tensor]:
     """Map parts [s / c, b, f] of this rank's tokens to [s, b, f / c]: the rank's share of the
     features, of all tokens in order. Differentiable. A collective.
+
+    Args:
+        parts: Of this rank.
+        group: The context-parallel ranks.
+        deal: Their chunks of the sequence. None: zigzag.
     """
     shares = [torch.unflatten(part, -1, (group.size, -1)) for part in parts]
     joined = torch.cat(shares, -1).permute(1, 2, 0, 3)  # [b, c, s / c, f / c of all parts]
-    sequence = sequence_to_heads(joined, group)[:, 0].transpose(0, 1)
+    sequence = sequence_to_heads(joined, group, deal)[:, 0].transpose(0, 1)
     return list(torch.split(sequence, [share.shape[-1] for share in shares], -1))
 
 
-def heads_to_part(full: Tensor, group: AxisGroup) -> Tensor:
+def heads_to_part(full: Tensor, group: AxisGroup, deal: Deal | None = None) -> Tensor:
     """Undo :func:`parts_to_heads` for one tensor: map [s, b, f / c] to [s / c, b, f]."""
-    parts = heads_to_sequence(full.transpose(0, 1).unsqueeze(1), group)  # [b, c, s / c, f / c]
+    heads = full.transpose(0, 1).unsqueeze(1)
+    parts = heads_to_sequence(heads, group, deal)  # [b, c, s / c, f / c]
     return parts.permute(2, 0, 1, 3).flatten(2)
 
 

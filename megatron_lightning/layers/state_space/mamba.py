@@ -99,7 +99,8 @@ class MambaMixer(StateMixer):
             if self.context_group is None:
                 y = self._mix_rows(mixed, dt, documents)
             else:
-                y = self._mix_segments(mixed, dt, documents, Segments(self.context_group))
+                deal = None if documents is None else documents.deal
+                y = self._mix_segments(mixed, dt, documents, Segments(self.context_group, deal))
             out: Tensor = self.norm(y, gate)
             return out
 
@@ -158,8 +159,8 @@ class MambaMixer(StateMixer):
     def _mix_segments(
         self, mixed: Tensor, dt: Tensor, documents: Documents | None, segments: Segments
     ) -> Tensor:
-        """Convolve and scan this rank's two segments [2w, b, d + 2gn] of every row. Returns [2w, b,
-        d].
+        """Convolve and scan this rank's n segments [n w, b, d + 2gn] of every row. Returns [n w,
+        b, d].
         """
         if self.mamba.scan_engine == "mamba_ssm":
             raise ConfigError(

@@ -1,4 +1,5 @@
-"""Context parallelism of states: each rank scans its two segments of every sequence.
+"""Context parallelism of states: each rank scans its segments of every sequence, the chunks that
+it was dealt: two, or more of packed rows.
 
 A segment needs two things of the segments before: the state at the segment's start, and a few
 tokens for the convolution. So every rank gathers one state and a few tokens of each segment. The
@@ -6,7 +7,7 @@ messages do not grow with the sequence, and any number of heads, groups and rank
 
     state at the start of segment z = sum over y < z of (decay over y+1 .. z-1) x (state added by y)
 
-A rank's two segments lie side by side in the batch, the early segment first.
+A rank's n segments lie side by side in the batch, in the order of the sequence.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.state_space.row_documents import TokenDocuments, token_documents
 from megatron_lightning.layers.state_space.scan import carried_states
 from megatron_lightning.parallel.collectives import gather_sequence
+from megatron_lightning.parallel.deal import Deal
 from megatron_lightning.parallel.documents import Documents
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart, join
@@ -31,51 +33,56 @@ class Segments:
 
     group: AxisGroup
     """The context-parallel ranks."""
+    deal: Deal | None = None
+    """Segments of all ranks. None: zigzag."""
 
     @property
-    def mine(self) -> list[int]:
-        """Numbers of this rank's two segments."""
-        return [self.group.rank, 2 * self.group.size - 1 - self.group.rank]
+    def part(self) -> SequencePart:
+        """The rank's part of the sequences."""
+        return SequencePart(self.group.rank, self.group.size, self.deal)
 
     def fold(self, x: Tensor) -> Tensor:
-        """Map both segments [2w, b, ...] to [w, 2b, ...]."""
-        return torch.unflatten(x, 0, (2, -1)).transpose(0, 1).flatten(1, 2)
+        """Map the segments [n w, b, ...] to [w, n b, ...]."""
+        return torch.unflatten(x, 0, (len(self.part.chunks), -1)).transpose(0, 1).flatten(1, 2)
 
     def unfold(self, x: Tensor) -> Tensor:
         """Undo :meth:`fold`."""
-        return torch.unflatten(x, 1, (2, -1)).transpose(0, 1).flatten(0, 1)
+        return torch.unflatten(x, 1, (len(self.part.chunks), -1)).transpose(0, 1).flatten(0, 1)
 
     def tokens_before(self, x: Tensor, number: int) -> Tensor:
-        """Return the last ``number`` tokens [number, 2b, c] before each of this rank's segments
-        x [w, 2b, c], zeros before the first segment. A collective.
+        """Return the last ``number`` tokens [number, n b, c] before each of this rank's segments
+        x [w, n b, c], zeros before the first segment. A collective.
 
         Raises:
             ConfigError: If a segment has fewer tokens.
         """
         if len(x) < number:
-            size = self.group.size
+            size, chunks = self.group.size, len(self.part.chunks)
+            segments = chunks * size
+            advice = "lower context_parallel_size" if chunks == 2 else "set chunks_per_rank to 2"
             raise ConfigError(
-                f"{size} context-parallel ranks cut a sequence of {2 * size * len(x)} tokens into "
-                f"{2 * size} segments of {len(x)}, and the convolution reads {number} tokens "
-                f"before a token. Pad sequences to at least {2 * size * number} tokens, or lower "
-                "context_parallel_size."
+                f"{size} context-parallel ranks cut a sequence of {segments * len(x)} tokens into "
+                f"{segments} segments of {len(x)}, and the convolution reads {number} tokens "
+                f"before a token. Pad sequences to at least {segments * number} tokens, or "
+                f"{advice}."
             )
-        tails = torch.unflatten(x[len(x) - number :], 1, (2, -1)).movedim(1, 0)
+        tails = torch.unflatten(x[len(x) - number :], 1, (len(self.part.chunks), -1))
+        tails = tails.movedim(1, 0)
         tails = self._of_all(tails)
         return self._before_mine(tails).movedim(0, 1).flatten(1, 2)
 
     def start_states(
         self, log_decay: Tensor, added: Tensor, documents: SegmentDocuments | None
     ) -> Tensor:
-        """Return the states [2b, h, p, n] at the start of this rank's segments. A collective.
+        """Return the states [n b, h, p, d] at the start of this rank's segments. A collective.
 
         Args:
-            log_decay: [2b, h] log of the decay over each segment.
-            added: [2b, h, p, n] state that each segment alone leaves behind.
+            log_decay: [n b, h] log of the decay over each segment.
+            added: [n b, h, p, d] state that each segment alone leaves behind.
             documents: Documents of the segments. None: a row is one document.
         """
         message = torch.cat([added.flatten(2), log_decay.unsqueeze(-1)], -1)
-        message = self._of_all(torch.unflatten(message, 0, (2, -1)))
+        message = self._of_all(torch.unflatten(message, 0, (len(self.part.chunks), -1)))
         states = torch.unflatten(message[..., :-1], -1, added.shape[2:])
         ends = carried_states(
             message[..., -1], states, None if documents is None else documents.last_numbers
@@ -93,10 +100,11 @@ class Segments:
             size: Rows of the batch.
             device: Device of the tokens.
         """
-        num_ranks, width = self.group.size, length // 2
-        part = SequencePart(self.group.rank, num_ranks)
+        part, num_ranks = self.part, self.group.size
+        width = length // len(part.chunks)
         tokens = token_documents(documents, part.positions(num_ranks * length, device))
-        last = torch.arange(1, 2 * num_ranks + 1, device=device) * width - 1
+        ends = torch.arange(1, len(part.chunks) * num_ranks + 1, device=device)
+        last = ends * width - 1
         lasts = token_documents(documents, last)
         if tokens is None or lasts is None:
             return None
@@ -105,17 +113,18 @@ class Segments:
         return SegmentDocuments(folded, last_numbers, self._before_mine(last_numbers).flatten())
 
     def _of_all(self, mine: Tensor) -> Tensor:
-        """Map tensors of this rank's segments [2, ...] to all segments' [2c, ...], in order of the
-        sequence. A collective.
+        """Map tensors of this rank's segments [n, ...] to all segments' [n c, ...], in order of
+        the sequence. A collective.
         """
         gathered = gather_sequence(mine.contiguous(), self.group)
-        return join(gathered.chunk(self.group.size), 0)
+        return join(gathered.chunk(self.group.size), 0, self.deal)
 
     def _before_mine(self, of_all: Tensor) -> Tensor:
-        """Map values of all segments [2c, ...] to the values of the segments before this rank's
-        segments [2, ...], zero before the first.
+        """Map values of all segments [n c, ...] to the values of the segments before this rank's
+        segments [n, ...], zero before the first.
         """
-        return torch.stack([of_all[z - 1] if z else torch.zeros_like(of_all[0]) for z in self.mine])
+        nothing = torch.zeros_like(of_all[0])
+        return torch.stack([of_all[z - 1] if z else nothing for z in self.part.chunks])
 
 
 @dataclass(frozen=True)
@@ -123,8 +132,8 @@ class SegmentDocuments:
     """Documents of this rank's segments."""
 
     tokens: TokenDocuments
-    """Documents of the tokens [w, 2b]."""
+    """Documents of the tokens [w, n b]."""
     last_numbers: Tensor
-    """[2c, b] number of the document of the last token of every segment."""
+    """[n c, b] number of the document of the last token of every segment."""
     before: Tensor
-    """[2b] number of the document of the last token before each segment of this rank."""
+    """[n b] number of the document of the last token before each segment of this rank."""

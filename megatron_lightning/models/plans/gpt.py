@@ -79,6 +79,7 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
         },
         positions="position_ids",
         documents="document_ids",
+        takes_deals=True,
         lengths=None if config.longest_short_document is None else "lengths",
         attributes={
             f"{pattern}.self_attention.heads_per_group": partial(

@@ -72,6 +72,7 @@ def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         positions="position_ids",
         documents=_DOCUMENTS,
         packed_positions=True,
+        takes_deals=True,
     )
 
 
@@ -196,7 +197,8 @@ def check_call(
     config: Any = model.config
     caches = given.get("use_cache")
     caches = getattr(config, "use_cache", False) if caches is None else caches
-    parted = added.get(_DOCUMENTS) is not None
+    documents = added.get(_DOCUMENTS)
+    parted = documents is not None and not documents.are_full_rows
     if parted and (caches or given.get("attention_mask") is not None):
         finding = "use_cache is on" if caches else "there is an attention_mask"
         raise ConfigError(

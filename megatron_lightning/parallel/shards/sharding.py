@@ -160,6 +160,10 @@ class ShardingPlan:
     packed_positions: bool = False
     """Whether a document begins where positions do not go on by 1, as in ``transformers``, so that
     the model receives ``documents`` derived from the positions."""
+    takes_deals: bool = False
+    """Whether each module of the model that mixes tokens takes the chunks of any
+    :attr:`~megatron_lightning.layers.Documents.deal`. Otherwise packed rows are divided as rows of
+    one document."""
     shards_output: bool = False
     """Whether the model returns shards on purpose, to a step that expects shards. Otherwise a
     sharded output is an error in the first step."""
@@ -202,6 +206,7 @@ class ShardingPlan:
             documents=self.documents if other.documents is None else other.documents,
             lengths=self.lengths if other.lengths is None else other.lengths,
             packed_positions=self.packed_positions or other.packed_positions,
+            takes_deals=self.takes_deals or other.takes_deals,
             shards_output=self.shards_output or other.shards_output,
             why_full_sequence=self.why_full_sequence or other.why_full_sequence,
         )

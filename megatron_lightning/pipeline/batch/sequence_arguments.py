@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.deal import Deal
 from megatron_lightning.parallel.documents import Documents, row_lengths
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart
@@ -26,13 +27,19 @@ class SequenceArguments:
         plan: Names the keywords.
         length: Positions of the full sequences.
         device: Of the positions.
+        deal: Chunks of the ranks. None: zigzag.
     """
 
     def __init__(
-        self, group: AxisGroup, plan: ShardingPlan, length: int, device: torch.device
+        self,
+        group: AxisGroup,
+        plan: ShardingPlan,
+        length: int,
+        device: torch.device,
+        deal: Deal | None = None,
     ) -> None:
         self._group = group
-        self._part = SequencePart(group.rank, group.size)
+        self._part = SequencePart(group.rank, group.size, deal)
         self._plan = plan
         self._length = length
         self._device = device
@@ -45,6 +52,8 @@ class SequenceArguments:
         """
         keyword, plan = self._plan.positions, self._plan
         documents = self._documents(given)
+        if documents is None and self._part.deal is not None:  # attention must know the chunks
+            documents = Documents(((0, self._length),), self._part.deal)
         replaced: dict[str, Any] = {}
         if documents is not None and plan.documents is not None:
             replaced[plan.documents] = documents
@@ -77,12 +86,13 @@ class SequenceArguments:
             positions = given.get(plan.positions or "")
             if not isinstance(positions, Tensor):
                 return None
-            documents = Documents.of_positions(self._full(plan.positions or "", positions))
+            full = self._full(plan.positions or "", positions)
+            documents = Documents.of_positions(full, self._part.deal)
             return None if documents.are_full_rows else documents
         ids = given.get(plan.documents or "")
         if not isinstance(ids, Tensor):
             return None
-        return Documents.of_ids(self._full(plan.documents or "", ids))
+        return Documents.of_ids(self._full(plan.documents or "", ids), self._part.deal)
 
     def _full(self, name: str, part: Tensor) -> Tensor:
         """Return the values of all ranks [b, s].
@@ -97,4 +107,4 @@ class SequenceArguments:
                 f"the sequences {shard_length} positions. Declare the entry of the batch that it "
                 "comes from in sequence_dims, and do not cut sequences in the step."
             )
-        return gather_parts(part, self._group, 1)
+        return gather_parts(part, self._group, 1, self._part.deal)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.deal import Deal
 from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.rules import check_sequence_length
 
@@ -35,20 +37,25 @@ class SequenceSplit:
         self.dims = dict(dims)
         self._tensor_ranks = tensor_ranks
 
-    def split(self, batch: Any) -> Any:
+    def split(self, batch: Any, deal: Deal | None = None) -> Any:
         """Return the rank's part of a batch.
+
+        Args:
+            batch: The batch.
+            deal: Chunks of all ranks. None: zigzag.
 
         Raises:
             ConfigError: If the batch has none of the declared entries, an entry is no sequence, or
                 the entries' lengths differ or do not divide.
         """
         self.length(batch)
+        part = replace(self.part, deal=deal)
         if isinstance(batch, Mapping):
             split = copy.copy(batch)
             for key, value in batch.items():
-                split[key] = self._part_of(key, value)  # type: ignore[index]
+                split[key] = self._part_of(part, key, value)  # type: ignore[index]
             return split
-        values = [self._part_of(index, value) for index, value in enumerate(batch)]
+        values = [self._part_of(part, index, value) for index, value in enumerate(batch)]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
 
     def parts(self, part: Any) -> list[tuple[Tensor, int]]:
@@ -85,9 +92,9 @@ class SequenceSplit:
                 return f"{IGNORED_LABEL} in {name!r}"
         return None
 
-    def _part_of(self, key: Any, value: Any) -> Any:
+    def _part_of(self, part: SequencePart, key: Any, value: Any) -> Any:
         dim = self.dims.get(key)
-        return value if dim is None or value is None else self.part.split(value, dim)
+        return value if dim is None or value is None else part.split(value, dim)
 
     def _declared(self, batch: Any) -> dict[Any, Tensor]:
         entries = batch if isinstance(batch, Mapping) else {}

@@ -6,12 +6,13 @@ are injected at the model call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from megatron_lightning.layers.shared_rows.entry import described, shared_models
 from megatron_lightning.layers.shared_rows.probed_call import RunOnStages
 from megatron_lightning.models.plans.hf_context import check_call
 from megatron_lightning.models.plans.hf_plans import is_transformers_model
+from megatron_lightning.parallel.deal import Deal
 from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.parallel.shards.sharding import ShardingPlan
 from megatron_lightning.pipeline.batch.sequence_arguments import SequenceArguments
@@ -30,6 +32,7 @@ from megatron_lightning.step.items import counts_items
 from megatron_lightning.step.participant import StepBatch, StepParticipant
 from megatron_lightning.step.run_context import RunContext
 from megatron_lightning.step.step_run import StepRun
+from megatron_lightning.step.values.dealing import Dealing
 
 
 class SequenceParts(StepParticipant):
@@ -47,10 +50,15 @@ class SequenceParts(StepParticipant):
         self._module = scope.module
         self.split = sequence_split(scope)
         """Splits batches."""
+        self.deals = True
+        """Whether the chunks of packed rows are dealt by work in training."""
         self._calls = calls_with_positions(scope)
         self._attention = bound_attention(scope.module)
         self._shared = shared_models(scope.module)
         self._warned: set[str] = set()
+        self._dealing = Dealing.of(scope, {path: plan for path, (plan, _) in self._calls.items()})
+        self._deals: list[Deal | None] = []
+        self._deal: Deal | None = None
         self._open(is_open=False)
 
     def _open(self, *, is_open: bool) -> None:
@@ -71,12 +79,15 @@ class SequenceParts(StepParticipant):
                 rank_zero_info(f"MegatronStrategy: {type(model).__name__} shares rows: {ways}.")
 
     @contextmanager
-    def divided(self, batch: Any) -> Iterator[Any]:
-        """Yield this rank's part of the sequences of a batch. Calls of the models receive the
-        positions of the part.
+    def divided(self, batch: Any, microbatches: Sequence[Any]) -> Iterator[list[Any]]:
+        """Yield this rank's part of the sequences of each micro-batch of a batch. Calls of the
+        models receive the positions of the part.
         """
         length = self.split.length(batch)
         self.find_mixers()
+        # Outputs of other steps are joined, after the run.
+        deals = self.deals and torch.is_grad_enabled()
+        self._deals = [self._dealing.of_rows(m, length) if deals else None for m in microbatches]
         with ExitStack() as during:
             for path, (plan, call) in self._calls.items():
                 during.enter_context(call.adding(partial(self._added, path, plan, length)))
@@ -84,7 +95,16 @@ class SequenceParts(StepParticipant):
                 during.enter_context(shared.rows_of(length))
             self._open(is_open=True)
             during.callback(self._open, is_open=False)
-            yield self.split.split(batch)
+            yield [
+                self.split.split(microbatch, deal)
+                for microbatch, deal in zip(microbatches, self._deals, strict=True)
+            ]
+
+    @contextmanager
+    def around_forward(self, run: StepRun, stage: int, microbatch: int) -> Iterator[None]:
+        """Have calls receive the chunks of the micro-batch."""
+        self._deal = self._deals[microbatch]
+        yield
 
     def _added(
         self, path: str, plan: ShardingPlan, length: int, given: Mapping[str, Any]
@@ -93,7 +113,7 @@ class SequenceParts(StepParticipant):
         positions.
         """
         context, model = self._context, self._module.get_submodule(path)
-        arguments = SequenceArguments(context.cp, plan, length, context.device)
+        arguments = SequenceArguments(context.cp, plan, length, context.device, self._deal)
         added = arguments(given)
         if is_transformers_model(model):
             check_call(model, given, added, length)

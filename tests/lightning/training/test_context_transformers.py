@@ -29,6 +29,8 @@ CP2_GATHER = make_layout(
     context_parallel_size=2,
     context_options=ContextOptions(cp_comm_type="all_gather"),
 )
+DEALT = {"context_options": ContextOptions(chunks_per_rank=4)}
+CP2_DEALT = make_layout("cp2-dealt", 2, 1, context_parallel_size=2, micro_batch_size=1, **DEALT)
 CP2_A2A = make_layout(
     "cp2-a2a", 2, 1, context_parallel_size=2, context_options=ContextOptions(cp_comm_type="a2a")
 )
@@ -259,7 +261,7 @@ def test_experts_are_divided_by_the_model_s_own_plan(layout: Layout, tmp_path: P
         assert rank[1] == pytest.approx(value, rel=1e-5)
 
 
-@layouts(CP2, slow=[CP4, CP2_TP2, CP2_PP2, CP2_GATHER, CP2_A2A])
+@layouts(CP2_DEALT, slow=[CP2, CP4, CP2_TP2, CP2_PP2, CP2_GATHER, CP2_A2A])
 def test_packed_positions_part_documents(layout: Layout, tmp_path: Path) -> None:
     """As ``transformers`` parts them, with a mask, in one process."""
     losses, value = single(_fit, _llama, Module, True)

@@ -20,6 +20,7 @@ from megatron_lightning.layers.styles import ContextGroup
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
+from megatron_lightning.parallel.deal import Deal
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart, join
 from megatron_lightning.pipeline.schedules.actions import Placement
@@ -169,14 +170,19 @@ def test_all_labels_may_be_masked() -> None:
 # ------------------------------------------------------------------------------------------ shifts
 
 
+DOCUMENTS = ((0, 8), (0, 3, 8), (0, 1, 4, 5, 8))
+DEALS = {2: Deal((1, 0, 0, 1, 1, 1, 0, 0)), 4: Deal((2, 0, 3, 3, 1, 0, 1, 2))}
+
+
 def _shifted(num_ranks: int) -> list[Tensor]:
     context = ParallelContext(ParallelLayout(context_parallel_size=num_ranks))
-    part, shift = SequencePart(context.cp.rank, num_ranks), TokenShift()
+    shift = TokenShift()
     ContextGroup().apply(shift, context, None)  # type: ignore[arg-type]
     rows = torch.arange(3 * 8).view(3, 8) + 1
     found = []
-    for documents in (None, Documents(((0, 8), (0, 3, 8), (0, 1, 4, 5, 8)))):
-        x = part.split(rows, 1)
+    for documents in (None, Documents(DOCUMENTS), Documents(DOCUMENTS, DEALS.get(num_ranks))):
+        deal = None if documents is None else documents.deal
+        x = SequencePart(context.cp.rank, num_ranks, deal).split(rows, 1)
         for _ in range(3):
             x = shift(x, IGNORED, documents)
             found.append(x)
@@ -188,7 +194,8 @@ def test_parts_of_sequences_are_shifted_as_one(num_ranks: int) -> None:
     """Four ranks have chunks of one position."""
     full, parts = _shifted(1), run_ranks(num_ranks, _shifted, num_ranks)
     for index, expected in enumerate(full):
-        assert torch.equal(join([rank[index] for rank in parts], 1), expected)
+        deal = DEALS[num_ranks] if index >= 6 else None
+        assert torch.equal(join([rank[index] for rank in parts], 1, deal), expected)
     rows = torch.arange(3 * 8).view(3, 8) + 1
     assert torch.equal(full[1], F.pad(rows[:, 2:], (0, 2), value=IGNORED))
     two = [[3, 4, 5, 6, 7, 8, -100, -100], [11, -100, -100, 14, 15, 16, -100, -100]]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,9 @@ import pytest
 import torch
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.context.blocks import blocks
+from megatron_lightning.layers.attention.sequence_info import Documents, SequenceInfo
+from megatron_lightning.layers.context.blocks import Block, blocks, visible_blocks
+from megatron_lightning.parallel.deal import Deal, chunk_work, fitting_chunks
 from megatron_lightning.parallel.sequence import SequencePart, join
 from megatron_lightning.rules import check_sequence_length
 
@@ -63,13 +68,21 @@ def test_lengths_that_do_not_divide(
     check_sequence_length(127, 1, 1, "the sequence")
 
 
+def _random_deal(num_ranks: int, chunks: int) -> Deal:
+    owners = [*range(num_ranks)] * chunks
+    random.Random(num_ranks * chunks).shuffle(owners)
+    return Deal(tuple(owners))
+
+
+@pytest.mark.parametrize("chunks", [None, 2, 4])
 @pytest.mark.parametrize("window", [None, 0, 1, 3, 200])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("length", [16, 544])
 def test_every_visible_pair_is_in_one_block(
-    length: int, num_ranks: int, window: int | None
+    length: int, num_ranks: int, window: int | None, chunks: int | None
 ) -> None:
-    everything = [SequencePart(rank, num_ranks).spans(length) for rank in range(num_ranks)]
+    deal = None if chunks is None else _random_deal(num_ranks, chunks)
+    everything = [SequencePart(rank, num_ranks, deal).spans(length) for rank in range(num_ranks)]
     for queries in everything:
         for keys in everything:
             at = torch.cat([torch.arange(span.start, span.stop) for span in queries])
@@ -106,3 +119,85 @@ def test_masks_of_a_window_are_no_larger_than_pieces() -> None:
     for block in blocks([range(4096)], [range(4096)], causal=True, window=256):
         assert (block.queries.stop - block.queries.start) <= 256
         assert (block.keys.stop - block.keys.start) <= 512
+
+
+# ------------------------------------------------------------------------------------------- deals
+
+
+def _packed_rows(number: int, length: int, seed: int = 0) -> list[tuple[int, ...]]:
+    """Return the boundaries of rows with documents of log-normal lengths, cut at the rows' ends."""
+    draw, rows, row = random.Random(seed), [], [0]
+    while len(rows) < number:
+        row.append(min(length, row[-1] + max(16, int(draw.lognormvariate(6.5, 1.0)))))
+        if row[-1] == length:
+            rows.append(tuple(row))
+            row = [0]
+    return rows
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_a_deal_of_one_document_is_zigzag(num_ranks: int) -> None:
+    work = chunk_work([(0, 64)], 2 * num_ranks)
+    assert Deal.by_work(work, num_ranks) == Deal.zigzag(num_ranks)
+
+
+def test_work_is_the_pairs_of_each_chunk() -> None:
+    rows = [(0, 3, 20, 21, 32), (0, 32), (0, 8, 32)]
+    positions = [torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in rows]
+    pairs = sum(p + 1 for p in positions)
+    assert chunk_work(rows, 8) == pairs.unflatten(0, (8, 4)).sum(1).tolist()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_dealt_parts_are_joined_again(num_ranks: int) -> None:
+    [row] = _packed_rows(1, 512)
+    deal = Documents((row,)).dealt(num_ranks, 8)
+    full = torch.randn(2, 512, 3)
+    parts = [SequencePart(rank, num_ranks, deal).split(full, 1) for rank in range(num_ranks)]
+    assert {part.shape for part in parts} == {(2, 512 // num_ranks, 3)}
+    assert torch.equal(join(parts, 1, deal), full)
+    assert not torch.equal(join(parts, 1), full)
+
+
+def _pairs(block: Block) -> int:
+    """Return the pairs of a query and a visible key in a block without window."""
+    queries, keys = (x.stop - x.start for x in (block.queries, block.keys))
+    if block.mask == "none":
+        return queries * keys
+    assert block.mask == "causal" and queries == keys
+    return queries * (queries + 1) // 2
+
+
+def _busiest(rows: Sequence[tuple[int, ...]], num_ranks: int, chunks: int) -> float:
+    """Return the pairs that the busiest rank of a ring computes, of the mean."""
+    documents = Documents(tuple(rows))
+    deal = None if chunks == 2 else documents.dealt(num_ranks, chunks)
+    parts = [SequencePart(r, num_ranks, deal).spans(documents.length) for r in range(num_ranks)]
+    sequence = SequenceInfo(documents=documents)
+    pairs = [
+        sum(_pairs(block) for keys in parts for block in visible_blocks(queries, keys, sequence))
+        for queries in parts
+    ]
+    return max(pairs) * num_ranks / sum(pairs)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_dealt_ranks_compute_as_many_pairs(num_ranks: int) -> None:
+    """Pairs in the blocks that kernels compute, the busiest rank and the mean; one row a
+    micro-batch."""
+    rows = _packed_rows(8, 8192)
+    assert fitting_chunks(8192, num_ranks) == 8
+    dealt = [_busiest([row], num_ranks, 8) for row in rows]
+    zigzag = [_busiest([row], num_ranks, 2) for row in rows]
+    assert max(dealt) <= 1.05 and sum(zigzag) / len(zigzag) > 1.3
+    assert _busiest(rows[:4], num_ranks, 8) <= 1.05
+
+
+def test_short_chunks_are_not_made() -> None:
+    assert [fitting_chunks(length, 4) for length in (256, 1024, 2048, 2056, 4096)] == [
+        2,
+        4,
+        8,
+        2,
+        8,
+    ]

@@ -1,0 +1,97 @@
+"""Deal the chunks of packed rows to the ranks that share sequences, for each micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.shared_rows.own_modules import TokenSharer
+from megatron_lightning.models.plans.foreign_code import foreign_code
+from megatron_lightning.parallel.deal import Deal, fitting_chunks
+from megatron_lightning.parallel.documents import Documents
+from megatron_lightning.parallel.shards.sharding import ShardingPlan
+from megatron_lightning.step.run_context import RunContext
+
+_IDS, _POSITIONS = "document_ids", "position_ids"
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """Makes the deals of a run."""
+
+    num_ranks: int
+    """Ranks that share sequences."""
+    chunks: int | None
+    """Chunks of a packed row on each rank. None: up to 8, as the length has room."""
+    by_positions: bool = False
+    """Whether positions that do not go on by 1 begin documents."""
+
+    @classmethod
+    def of(cls, scope: RunContext, plans: Mapping[str, ShardingPlan]) -> Dealing:
+        """Return the dealing of a run, whose models have ``plans`` (path -> plan). A collective.
+
+        Raises:
+            ConfigError: If the user asks for more than two chunks, and a model takes two.
+        """
+        context = scope.context
+        options, num_ranks = context.context_options, context.cp.size
+        asked = options.chunks_per_rank
+        two = cls(num_ranks, 2)
+        if asked == 2 or "a2a+p2p" in options.cp_comm_types:
+            return two
+        reasons = (_why_two(scope.module.get_submodule(path), plan) for path, plan in plans.items())
+        # A pipeline stage has some of the modules, and all stages deal alike.
+        of_stages = context.pp.all_gather_object(next(filter(None, reasons), None))
+        why = next(filter(None, of_stages), None)
+        if scope.options.compile is not None:
+            why = "compiled blocks would be compiled anew for each micro-batch"
+        if why is None:
+            by_positions = any(plan.packed_positions for plan in plans.values())
+            return cls(num_ranks, None if asked == "auto" else asked, by_positions)
+        if asked == "auto":
+            return two
+        raise ConfigError(
+            f"chunks_per_rank is {asked}, and packed rows cannot be dealt in more than two chunks "
+            f'a rank: {why}. Set chunks_per_rank to "auto" or 2.'
+        )
+
+    def of_rows(self, microbatch: Any, length: int) -> Deal | None:
+        """Return the deal of a micro-batch of full rows of ``length`` tokens. None: zigzag, for
+        rows of one document.
+
+        Raises:
+            ConfigError: If the length does not divide into the chunks that the user asks for.
+        """
+        chunks = self.chunks or fitting_chunks(length, self.num_ranks)
+        documents = None if chunks == 2 else self._documents(microbatch, length)
+        if documents is None or documents.are_full_rows:
+            return None
+        if length % (chunks * self.num_ranks):
+            raise ConfigError(
+                f"chunks_per_rank is {chunks}, and packed rows of {length} tokens do not divide "
+                f"into {chunks} chunks for each of {self.num_ranks} ranks. Pad or cut rows to a "
+                f'multiple of {chunks * self.num_ranks}, or set chunks_per_rank to "auto".'
+            )
+        return documents.dealt(self.num_ranks, chunks)
+
+    def _documents(self, microbatch: Any, length: int) -> Documents | None:
+        """Return the documents that a batch with names declares. None: it declares none."""
+        name = _POSITIONS if self.by_positions else _IDS
+        rows = microbatch.get(name) if isinstance(microbatch, Mapping) else None
+        if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != length:
+            return None
+        return Documents.of_positions(rows) if self.by_positions else Documents.of_ids(rows)
+
+
+def _why_two(model: nn.Module, plan: ShardingPlan) -> str | None:
+    """Return why a model takes two chunks. None: it takes any number."""
+    name = type(model).__name__
+    if not plan.takes_deals or any(isinstance(one, TokenSharer) for one in model.modules()):
+        return f"modules of {name} that mix tokens take two"
+    if code := foreign_code(model):
+        return f"{name} has code of others ({code}), which may mix tokens of two"
+    return None
