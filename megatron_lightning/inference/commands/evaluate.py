@@ -10,6 +10,7 @@ from megatron_lightning.inference.commands.model_options import ModelOptions
 from megatron_lightning.inference.commands.text_codec import Codec
 from megatron_lightning.inference.commands.text_job import ModelJob
 from megatron_lightning.inference.engine.own_generate import OwnGenerate
+from megatron_lightning.inference.engine.prefix_cache import PrefixCounts
 from megatron_lightning.inference.engine.request_batch import DraftCounts
 from megatron_lightning.inference.engine.text_model import TextModel
 from megatron_lightning.optional import require
@@ -96,6 +97,14 @@ def drafts_of(engine: TextModel, replicas: AxisGroup) -> DraftCounts:
     return drafts
 
 
+def prefixes_of(engine: TextModel, replicas: AxisGroup) -> PrefixCounts:
+    """Return the tokens of all prompts so far, of all replicas. A collective of the replicas."""
+    prefixes = PrefixCounts()
+    for rank_counts in replicas.all_gather_object(engine.prefix_counts):
+        prefixes.add(rank_counts.tokens, rank_counts.reused)
+    return prefixes
+
+
 def _evaluate(engine: TextModel, codec: Codec, arguments: Any) -> str:
     from megatron_lightning.inference.commands import harness
 
@@ -104,9 +113,11 @@ def _evaluate(engine: TextModel, codec: Codec, arguments: Any) -> str:
     images = image_prompts_of(engine, checkpoint, codec)
     model = harness.HarnessModel(engine, codec, replicas, images)
     results = harness.evaluate_tasks(model, **settings)
-    drafts = drafts_of(engine, replicas)
-    if drafts.proposed and engine.context.rank == 0:
-        print(drafts, file=sys.stderr, flush=True)
+    drafts, prefixes = drafts_of(engine, replicas), prefixes_of(engine, replicas)
+    if engine.context.rank == 0:
+        said = [str(drafts)] if drafts.proposed else []
+        said += [str(prefixes)] if prefixes.reused else []
+        print("\n".join(said), end="\n" if said else "", file=sys.stderr, flush=True)
     if output is not None and engine.context.rank == 0:
         harness.write_results(results, output)
     return harness.json_of(results) if as_json else harness.table_of(results)

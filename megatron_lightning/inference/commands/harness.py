@@ -311,7 +311,7 @@ def evaluate_tasks(
         ConfigError: If there is no such task.
     """
     manager = _task_manager(tasks, include_path)
-    with _random_states_kept():
+    with _random_states_kept(), model.engine.active():
         results = simple_evaluate(
             model,
             tasks=list(tasks),

@@ -50,6 +50,9 @@ class ModelOptions:
     draft_tokens: int = 0
     """Tokens drafted for each text in a step, by as many layers of multi-token prediction, and
     verified by the model. The texts are the same. 0: no drafts."""
+    prefix_cache: bool = True
+    """Keep keys of ended texts, as long as there is room, for texts that begin alike. The texts are
+    the same."""
 
     @property
     def layout(self) -> ParallelLayout:
@@ -79,4 +82,5 @@ class ModelOptions:
             max_requests=min(self.max_requests, self.max_tokens),
             cache_gib=self.cache_gib,
             draft_tokens=self.draft_tokens,
+            prefix_cache=self.prefix_cache,
         )

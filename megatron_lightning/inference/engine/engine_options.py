@@ -24,7 +24,7 @@ class EngineOptions:
     """Requests running at the same time, at most. Further requests wait."""
     cache_gib: float = 1.0
     """GiB for keys and values on each rank, at most. The cache is smaller if ``max_requests`` texts
-    of the longest length need less."""
+    of the longest length need less, with ``prefix_cache`` twice as many."""
     block_size: int = 256
     """Slots of a page, if keys are kept in pages."""
     storage: Storage = "auto"
@@ -33,6 +33,10 @@ class EngineOptions:
     draft_tokens: int = 0
     """Tokens drafted for each request in a step, by as many layers of multi-token prediction, and
     verified by the model. Texts are the same. 0: no drafts."""
+    prefix_cache: bool = True
+    """Whether keys of ended texts are kept, as long as there is room, for requests that begin with
+    the same tokens. Texts are the same. Without effect on models whose layers carry states, and
+    beside ``record_routes``."""
     record_routes: bool = False
     """Whether completions have the experts of each token, for a replay in training."""
 

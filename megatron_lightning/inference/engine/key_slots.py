@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
 
@@ -56,6 +56,12 @@ class Allocator(Protocol):
 
     def release(self, request: Hashable) -> None:
         """Give the slots of a request back."""
+        ...
+
+    def hand_over(self, request: Hashable, heir: Hashable, length: int) -> None:
+        """Give the slots of a request's first ``length`` tokens to ``heir``, and the others back.
+        The heir has no states.
+        """
         ...
 
     def slots(self, request: Hashable, first: int, end: int) -> Tensor:
@@ -134,7 +140,19 @@ class Runs:
         if request not in self._runs:
             return
         self._rows.release(request)
-        insort(self._gaps, self._runs.pop(request))
+        self._free(*self._runs.pop(request))
+
+    def hand_over(self, request: Hashable, heir: Hashable, length: int) -> None:
+        """See :class:`Allocator`."""
+        self._rows.release(request)
+        start, end = self._runs.pop(request)
+        self._runs[heir] = start, start + length
+        if start + length < end:
+            self._free(start + length, end)
+
+    def _free(self, first: int, last: int) -> None:
+        """Add a gap, merged with its neighbors."""
+        insort(self._gaps, (first, last))
         merged = self._gaps[:1]
         for start, end in self._gaps[1:]:
             if start == merged[-1][1]:
@@ -200,7 +218,18 @@ class Pages:
     def release(self, request: Hashable) -> None:
         """See :class:`Allocator`."""
         self._rows.release(request)
-        for page in self._pages.pop(request, []):
+        self._leave(self._pages.pop(request, []))
+
+    def hand_over(self, request: Hashable, heir: Hashable, length: int) -> None:
+        """See :class:`Allocator`."""
+        self._rows.release(request)
+        pages, count = self._pages.pop(request), -(-length // self.block_size)
+        self._pages[heir] = pages[:count]
+        self._leave(pages[count:])
+
+    def _leave(self, pages: Iterable[int]) -> None:
+        """Free the pages without further users."""
+        for page in pages:
             self._users[page] -= 1
             if not self._users[page]:
                 self._free.append(page)

@@ -12,10 +12,11 @@ a stage, another group is on the next stage.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine.key_slots import NOTHING, Allocator, Copies
+from megatron_lightning.inference.engine.prefix_cache import PrefixCache, PrefixCounts
 from megatron_lightning.inference.engine.request_batch import Batch, DraftCounts, Portion, Request
 
 
@@ -28,6 +29,9 @@ class Scheduler:
         max_requests: Requests running at the same time.
         num_drafts: Drafts of a request in a step.
         counts: Counts the drafts.
+        keeps_prefixes: Whether keys of ended texts are kept for requests that begin alike. False if
+            layers carry states.
+        prefix_counts: Counts the tokens of prompts.
     """
 
     def __init__(
@@ -38,8 +42,13 @@ class Scheduler:
         max_requests: int,
         num_drafts: int = 0,
         counts: DraftCounts | None = None,
+        keeps_prefixes: bool = False,
+        prefix_counts: PrefixCounts | None = None,
     ) -> None:
         self.allocator = allocator
+        self.prefixes = PrefixCache(allocator, is_enabled=keeps_prefixes, num_drafts=num_drafts)
+        """Keys of ended texts."""
+        self._prefix_counts = prefix_counts or PrefixCounts()
         self._num_drafts = num_drafts
         self._counts = counts or DraftCounts()
         self._max_tokens = max_tokens
@@ -90,6 +99,12 @@ class Scheduler:
         for queue in (self._waiting, *self._running):
             if request in queue:
                 queue.remove(request)
+
+    def abort_all(self) -> None:
+        """Give all requests up, between steps."""
+        for queue in (self._waiting, *self._running):
+            for request in tuple(queue):
+                self.abort(request)
 
     def plan(self, group: int) -> Batch:
         """Choose the tokens of the group's next step: first of requests for a single token, then of
@@ -151,7 +166,16 @@ class Scheduler:
         """Return the request's drafts for the next step. No request gives way to drafts."""
         drafts = tuple(request.drafts[: max(0, min(request.most_drafts, most))])
         length = request.num_inputs + len(drafts)
-        return drafts if self.allocator.reserve(request, length, request.at_most) else ()
+        return drafts if self._has_slots(request, length) else ()
+
+    def _has_slots(self, request: Request, length: int) -> bool:
+        """Reserve slots for ``length`` tokens, from kept texts at last. Return whether there were
+        enough slots.
+        """
+        while not self.allocator.reserve(request, length, request.at_most):
+            if not self.prefixes.drop_oldest():
+                return False
+        return True
 
     def _reserve(
         self, request: Request, length: int, running: list[Request], portions: list[Portion]
@@ -160,7 +184,7 @@ class Scheduler:
         group, at last the request itself, give way.
         """
         planned = {portion.request for portion in portions}
-        while not self.allocator.reserve(request, length, request.at_most):
+        while not self._has_slots(request, length):
             youngest = next((r for r in reversed(running) if r not in planned), request)
             running.remove(youngest)
             self._pause(youngest)
@@ -199,15 +223,19 @@ class Scheduler:
             leader, num_shared = self._leader_of(request)
             if leader is not None and not self._is_ready(request, running):
                 continue  # until the leader has computed the common tokens
-            if not self.allocator.reserve(request, request.num_inputs, request.at_most):
+            source: Hashable | None = leader
+            if leader is None:
+                source, num_shared = self.prefixes.find(request)
+            if not self._has_slots(request, request.num_inputs):
                 break
             self._waiting.remove(request)
             running.append(request)
-            if leader is not None:
-                request.done, own_copies = self.allocator.share(leader, request, num_shared)
-                copies = copies.and_(own_copies)
-            else:
+            if leader is None:
                 request.succeed()
+            if source is not None and (leader is not None or source in self.prefixes):
+                request.done, own_copies = self.allocator.share(source, request, num_shared)
+                copies = copies.and_(own_copies)
+            self._prefix_counts.add(request.num_inputs, request.done)
             end = self._end_of(request, budget)
             if end > request.done:
                 portions.append(Portion(request, request.done, end))
@@ -269,7 +297,7 @@ class Scheduler:
             request.take(taken_results)
             first += num_kept
             if request.reason is not None:
-                self.allocator.release(request)
+                self.prefixes.keep(request)
                 next(group for group in self._running if request in group).remove(request)
 
     def _num_done(self, portion: Portion, num_new: int) -> int:

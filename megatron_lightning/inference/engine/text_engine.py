@@ -174,9 +174,17 @@ class Engine(TextModel):
 
     @contextmanager
     def active(self) -> Iterator[Scheduler]:
-        """Context for calls of :meth:`step`. Yields the scheduler. The scheduler's requests are
-        forgotten at the end.
+        """Context for calls of :meth:`step`, or for several calls with the same weights: keys of
+        their texts are kept for later calls. Yields the scheduler. The scheduler's requests and
+        kept texts are forgotten at the end.
         """
+        if self._scheduler is not None:
+            try:
+                yield self._scheduler
+            except BaseException:
+                self._scheduler.abort_all()
+                raise
+            return
         with self._writing():
             cache = self._allocate()
             allocator: Allocator
@@ -187,15 +195,17 @@ class Engine(TextModel):
                 allocator = Pages(cache.num_slots, size, has_states=has_states)
             else:
                 allocator = Runs(cache.num_slots, has_states=has_states)
-            self._scheduler = Scheduler(
+            scheduler = self._scheduler = Scheduler(
                 allocator,
                 max_tokens=self.options.max_tokens,
                 max_requests=self.options.max_requests,
                 num_drafts=self.options.draft_tokens,
                 counts=self.draft_counts,
+                keeps_prefixes=self._keeps_prefixes,
+                prefix_counts=self.prefix_counts,
             )
             try:
-                yield self._scheduler
+                yield scheduler
             finally:
                 self._scheduler = None
                 if not self._keeps_cache:
@@ -205,6 +215,12 @@ class Engine(TextModel):
     def _has_pages(self) -> bool:
         storage = self.options.storage
         return storage == "pages" or (storage == "auto" and self.context.device.type == "cuda")
+
+    @property
+    def _keeps_prefixes(self) -> bool:
+        # Recorded routes of tokens whose keys are another text's would be unknown, and a state
+        # cannot be cut at an earlier token.
+        return self.options.prefix_cache and self._recorder is None and not self._has_states
 
     def is_busy(self) -> bool:
         """Return whether a request of this replica, or of the replicas stepping together, has not
@@ -267,6 +283,8 @@ class Engine(TextModel):
             fitting = self._bytes_of_keys(per_row) // max(per_slot, 1)
             block = self.options.block_size if self._has_pages else 1
             num_wanted = self.options.max_requests * -(-self.longest // block) * block
+            if self._keeps_prefixes:
+                num_wanted *= 2
             self._num_slots = block + min(fitting, num_wanted) // block * block
         if self._cache is None:
             self._cache = KeyCache(self._num_slots)

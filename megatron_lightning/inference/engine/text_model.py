@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megatron_lightning.errors import ConfigError, NonFiniteError
+from megatron_lightning.inference.engine.prefix_cache import PrefixCounts
 from megatron_lightning.inference.engine.request_batch import NOT_FINITE, DraftCounts, Request
 from megatron_lightning.inference.engine.requests import RequestMaker
 from megatron_lightning.inference.engine.uncached_loop import Sampling
@@ -101,9 +102,15 @@ class TextModel(ABC):
         """Drafts of all texts so far."""
         self.part: Any = None
         """Description of the rank's part of a loaded model."""
+        self.prefix_counts = PrefixCounts()
+        """Tokens of all prompts so far."""
         self._uses_inference_mode = uses_inference_mode
         self._forward_context = forward_context
         self._prepare = prepare
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Context of several calls with the same weights."""
+        return nullcontext()
 
     @abstractmethod
     def run(self, requests: Sequence[Request], observe: Observe = lambda _: None) -> None:

@@ -131,8 +131,10 @@ class Server:
     async def _health(self) -> Response:
         if self._stepping.failure is not None:
             return _answer_of(ApiError(503, "the engine has failed."))
-        drafts = self._stepping.engine.draft_counts
+        engine = self._stepping.engine
+        drafts, prefixes = engine.draft_counts, engine.prefix_counts
         counts = {"drafts": asdict(drafts)} if drafts.proposed else {}
+        counts |= {"prompts": asdict(prefixes)} if prefixes.tokens else {}
         return JSONResponse({"status": "ok", **counts})
 
     async def _models(self) -> dict[str, Any]:

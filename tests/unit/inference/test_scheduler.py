@@ -7,7 +7,9 @@ from collections import Counter
 
 import pytest
 
+from megatron_lightning.inference.engine import prefix_cache
 from megatron_lightning.inference.engine.key_slots import Pages, Runs
+from megatron_lightning.inference.engine.prefix_cache import KeptText, PrefixCache
 from megatron_lightning.inference.engine.request_batch import Batch, Portion, Request
 from megatron_lightning.inference.engine.requests import RequestMaker
 from megatron_lightning.inference.engine.scheduler import Scheduler
@@ -42,6 +44,7 @@ class Run:
             max_tokens=draw.choice([5, 8, 20]),
             max_requests=draw.choice([2, 4, 5]),
             num_drafts=self.num_drafts,
+            keeps_prefixes=not has_states and draw.random() < 0.7,
         )
         self.longest_short = draw.choice([None, None, 4, 7])
         self.keys: dict[int, tuple[int, int, bool]] = {}
@@ -58,7 +61,9 @@ class Run:
         maker = RequestMaker(
             longest=self.longest, longest_short=self.longest_short, stops=frozenset([STOP])
         )
-        prompts = [self.tokens(self.longest + 3) for _ in range(2)]
+        # Half of them begin with tokens that other texts begin with, too.
+        begins = [*range(2, 8), *range(2, 8)] if draw.random() < 0.5 else []
+        prompts = [[*begins, *self.tokens(self.longest + 3)] for _ in range(2)]
         if draw.random() < 0.5:
             contexts = [draw.choice(prompts) for _ in range(draw.randint(1, 5))]
             return maker.scored(contexts, [self.tokens(6) for _ in contexts])
@@ -67,21 +72,26 @@ class Run:
         return [request for row in rows for request in row]
 
     def finish_all(self) -> None:
-        for request in self.requests:
+        later = self.requests[8:]
+        for request in self.requests[:8]:
             self.scheduler.add(request)
         self.scheduler.set_groups(self.num_groups)
         for _ in range(2000):
             batches = list[Batch]()
             if self.random.random() < 0.05:
-                living = [request for request in self.requests if request.reason is None]
+                living = [r for r in self.requests if r.reason is None and r not in later]
                 self.scheduler.abort(self.random.choice(living))
+            elif later and self.random.random() < 0.3:
+                self.scheduler.add(later.pop(0))
             for group in range(self.num_groups):
                 batches.append(self.scheduler.plan(group))
                 self.compute(batches[-1])
             for batch in batches:
                 self.finish(batch)
             if not self.scheduler.num_requests:
-                return
+                if not later:
+                    return
+                self.scheduler.add(later.pop(0))
         raise AssertionError("the requests do not end")
 
     def compute(self, batch: Batch) -> None:
@@ -153,6 +163,20 @@ class Run:
 def test_steps_read_the_keys_of_their_texts(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaders and followers are scored, sampled, aborted, give way, and slide, with drafts too."""
     events, pause = Counter[str](), Scheduler._pause
+    monkeypatch.setattr(prefix_cache, "BLOCK", 2)
+    find, drop_oldest = PrefixCache.find, PrefixCache.drop_oldest
+
+    def counted_find(self: PrefixCache, request: Request) -> tuple[KeptText | None, int]:
+        found = find(self, request)
+        events["prefixes"] += found[0] is not None
+        return found
+
+    def counted_drop(self: PrefixCache) -> bool:
+        events["drops"] += 1
+        return drop_oldest(self)
+
+    monkeypatch.setattr(PrefixCache, "find", counted_find)
+    monkeypatch.setattr(PrefixCache, "drop_oldest", counted_drop)
 
     def counted(self: Scheduler, request: Request) -> None:
         events["pauses"] += 1
@@ -165,8 +189,9 @@ def test_steps_read_the_keys_of_their_texts(storage: str, monkeypatch: pytest.Mo
         for request in run.requests:
             if request.num_scored and request.reason != "abort":
                 assert len(request.logprobs) == request.num_scored
+        run.scheduler.prefixes.forget()
         # All slots are free: a text of any length fits again.
         assert run.allocator.reserve("next", run.allocator.capacity, run.allocator.capacity)
     assert events["copies"] > 20 and events["state copies"] > 20 and events["slides"] > 100
-    assert events["long"] > 100
+    assert events["long"] > 100 and events["prefixes"] > 20 and events["drops"] > 500
     assert (events["pauses"] > 20) == (storage == "pages")
