@@ -4,9 +4,9 @@
     python -m benchmarks.bench_prefixes --quick  # a tiny model, two rounds
 
 A few-shot evaluation scores four endings of each question, with the same examples before all
-questions, a question in each call. A chat is three turns behind a long system prompt, by three users
-in turn. Processor seconds of one thread, both engines in turn in one process. Ratios have a 95 %
-interval, and the goal is for the upper end.
+questions, a question in each call. A chat is three turns behind a long system prompt, by three
+users in turn. Processor seconds of one thread, both engines in turn in one process. Ratios have a
+95 % interval, and the goal is for the upper end.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ GOAL = 0.5
 class Load(NamedTuple):
     """Tokens of the two uses."""
 
-    examples: int = 600
-    questions: int = 6
-    system: int = 700
+    examples: int = 900
+    questions: int = 10
+    system: int = 900
     new: int = 16
 
 

@@ -110,7 +110,7 @@ def test_a_block_of_calls_keeps_keys_until_weights_change() -> None:
         for p in model.parameters():
             p.data.mul_(0.7)
         stale = engine.generate(BEGINS, GREEDY)
-        scheduler.prefixes.forget()
+        scheduler.restart()
         fresh = engine.generate(BEGINS, GREEDY)
     assert fresh == engine.generate(BEGINS, GREEDY) != stale
 

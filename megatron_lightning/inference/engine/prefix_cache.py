@@ -5,7 +5,7 @@ found by hashes over blocks of token ids, each of a block and all blocks before,
 compared before any key is shared. Under memory pressure texts go in the order of their last use.
 
 Keys belong to one set of weights and adapters: the scheduler, and so the kept texts, live inside
-``Engine.active()``, and a change of weights in that block calls :meth:`PrefixCache.forget`. States
+``Engine.active()``, and a change of weights in that block calls ``Scheduler.restart()``. States
 of layers cannot be cut at an earlier token: models with such layers keep no texts.
 """
 

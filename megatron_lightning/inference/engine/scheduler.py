@@ -193,9 +193,10 @@ class Scheduler:
         return True
 
     def restart(self) -> None:
-        """Compute the keys of all running requests again, between steps: they are of other
-        weights.
+        """Compute the keys of all running requests again, between steps, and forget those of ended
+        texts: they are of other weights.
         """
+        self.prefixes.forget()
         for group in self._running:
             while group:
                 self._pause(group.pop())
