@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -211,6 +210,15 @@ class StepHooks(RankHooks):
                 self.run.steps.participants.collective(what)
             self.wait_for_parameters()
 
+        @contextmanager
+        def outside() -> Generator[None, None, None]:
+            units = self.part.units
+            with (
+                nullcontext() if units is None else units.apart(),
+                forward_outside_steps(self.precision_plugin),
+            ):
+                yield
+
         return live_engine(
             self.module,
             self.part,
@@ -220,7 +228,7 @@ class StepHooks(RankHooks):
             options=options,
             stops=stops,
             decode=decode,
-            forward_context=partial(forward_outside_steps, self.precision_plugin),
+            forward_context=outside,
             prepare=prepare,
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_lightning.pipeline.batch.microbatches import batch_size_of
@@ -76,7 +77,12 @@ class NativeStepRunner(StepRunner):
 
     def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
         """Return ``fn(batch)``."""
-        return fn(batch)
+        units = self._scope.part.units
+        if units is None or torch.is_grad_enabled():
+            return fn(batch)
+        # Not every step has the same forwards without gradients, such as old scores of a policy.
+        with units.in_order(f"{getattr(fn, '__qualname__', '')} without gradients"):
+            return fn(batch)
 
     def _new_run(self, hook: str, batch: Any, indices: tuple[Any, ...]) -> StepRun:
         module = self._scope.module

@@ -329,6 +329,10 @@ class ShardedUnits:
         """
         return self._order.forward((hook, stage))
 
+    def apart(self) -> AbstractContextManager[None]:
+        """Leave out the unit calls of a text engine in the block."""
+        return self._order.apart()
+
     def describe(self) -> str:
         """Return a sentence about the sharded parameters and the way of sharding."""
         dense, experts = self.groups["dp-cp"], self.groups["edp"]

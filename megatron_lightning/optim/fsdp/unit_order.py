@@ -38,15 +38,27 @@ class UnitOrder:
     @contextmanager
     def forward(self, kind: Hashable) -> Generator[None, None, None]:
         """Check the calls of a forward of ``kind`` in the block. The first forward of a kind is a
-        collective.
+        collective. A forward in another one, such as one without gradients in a step, has an order
+        of its own.
         """
-        self._kind = kind
-        self._seen = []
+        outer = self._kind, self._seen
+        self._kind, self._seen = kind, []
         try:
             yield
             self.called(_END)
         finally:
-            self._kind = None
+            self._kind, self._seen = outer
+
+    @contextmanager
+    def apart(self) -> Generator[None, None, None]:
+        """Leave out the calls in the block: of a text engine, whose replicas agree on the number
+        of their forwards in another way.
+        """
+        outer, self._kind = self._kind, None
+        try:
+            yield
+        finally:
+            self._kind = outer
 
     def called(self, unit: int) -> None:
         """Check the next call of a unit. Calls outside of :meth:`forward`, such as a recomputation,

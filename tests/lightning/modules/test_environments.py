@@ -217,7 +217,18 @@ def test_replicas_split_unequal_conversations(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
+def test_updates_that_share_a_generation_are_not_alike_on_fsdp(tmp_path: Path) -> None:
+    """The first one of each generation samples, by another number of forwards, and scores."""
+    write(tmp_path)
+    uneven = {"environment": f"{HERE}.Uneven", "batch_size": 2}
+    whole = fit(str(tmp_path), of_data={**uneven, "batch_size": 4}, num_iterations=2, steps=4)
+    arguments = (str(tmp_path), {"data_parallel": "fsdp"}, uneven, 90, 2)
+    for own in run_ranks(2, _on_ranks, *arguments, timeout_s=600):
+        assert own.norms == pytest.approx(whole.norms, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp", "fsdp", "tp", "pp"])
 def test_every_layout_talks_alike(tmp_path: Path, layout: str) -> None:
     """Also if the conversations of one replica are longer."""
     write(tmp_path)
@@ -225,10 +236,11 @@ def test_every_layout_talks_alike(tmp_path: Path, layout: str) -> None:
     whole = fit(str(tmp_path), of_data=uneven)
     options = {
         "dp": {},
+        "fsdp": {"data_parallel": "fsdp"},
         "tp": {TP: 2},
         "pp": {PP: 2, "micro_batch_size": 2},
     }[layout]
-    size = 2 if layout == "dp" else 4
+    size = 2 if layout in ("dp", "fsdp") else 4
     of_data = {"batch_size": size, "folder": str(tmp_path / "own"), **uneven}
     for own in run_ranks(2, _on_ranks, str(tmp_path), options, of_data, timeout_s=600):
         assert own.norms == pytest.approx(whole.norms, rel=1e-5)
@@ -239,9 +251,11 @@ def test_every_layout_talks_alike(tmp_path: Path, layout: str) -> None:
 
 
 def _on_ranks(
-    folder: str, options: dict[str, Any], of_data: dict[str, Any], budget: int = 90
-) -> _Metrics:
-    return fit(folder, options, of_data, budget=budget)
+    folder: str, options: dict[str, Any], of_data: dict[str, Any], budget: int = 90, times: int = 1
+) -> Any:
+    counts = {"num_iterations": times, "steps": 2 * times}
+    own = fit(folder, options, of_data, budget=budget, **counts)
+    return SimpleNamespace(norms=own.norms, metrics=own.metrics)
 
 
 def test_environments_that_fail_are_counted_and_closed(tmp_path: Path) -> None:

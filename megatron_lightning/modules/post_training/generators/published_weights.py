@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron_lightning.assembly.state.full_state import path_of
+from megatron_lightning.checkpoint.agreement import on_first_rank
 from megatron_lightning.inference.serving.new_weights import Version
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.peft import folder
@@ -69,10 +70,13 @@ class PublishedWeights:
             for name, own in names.items()
             if name.startswith(prefix) and (".adapters." in own or own in applied.saved)
         }
-        if strategy.is_global_zero:
-            is_gpt = isinstance(model, GPTModel)
-            saved = SavedAdapters.of_state(state, applied, Base(), is_gpt=is_gpt)
-            folder.write_folder(path, saved, overwrite=True)
+        is_gpt = isinstance(model, GPTModel)
+        saved = SavedAdapters.of_state(state, applied, Base(), is_gpt=is_gpt)
+        # All ranks wait: each replica may tell a generator of the folder next.
+        on_first_rank(
+            strategy.context.axis("world"),
+            lambda: folder.write_folder(path, saved, overwrite=True),
+        )
 
     def remove(self, *, all_of_them: bool = False) -> None:
         """Remove folders that no generator reads any more. Called by the first rank alone."""
