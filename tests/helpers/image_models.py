@@ -50,6 +50,23 @@ def _llava(*, frozen: bool = False) -> nn.Module:
     return model
 
 
+def _llava_next() -> nn.Module:
+    """Return a model that merges an image as a whole, and in parts with an end of each line."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        image_size=SIZE, patch_size=PATCH, projection_dim=16,
+    )  # fmt: skip
+    return transformers.LlavaNextForConditionalGeneration(
+        transformers.LlavaNextConfig(
+            vision_config=vision,
+            text_config=transformers.LlamaConfig(**_TEXT, head_dim=8, pad_token_id=0),
+            image_token_index=IMAGE_TOKEN,
+            vision_feature_layer=-1,
+            image_grid_pinpoints=[[SIZE, SIZE]],
+        )
+    )
+
+
 def _qwen() -> nn.Module:
     vision = {
         "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2,
@@ -124,6 +141,7 @@ class Reader(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llava": _llava,
     "llava-frozen": lambda: _llava(frozen=True),
+    "llava-next": _llava_next,
     "qwen2.5-vl": _qwen,
     "qwen3-vl": _deepstack,
     "reader": Reader,
@@ -131,11 +149,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 TOWERS = {
     "llava": "model.vision_tower",
     "llava-frozen": "model.vision_tower",
+    "llava-next": "model.vision_tower",
     "qwen2.5-vl": "model.visual",
     "qwen3-vl": "model.visual",
     "reader": "tower",
 }
-_FLAT = ("qwen2.5-vl", "qwen3-vl")
+FLAT = ("qwen2.5-vl", "qwen3-vl")
 """Models that take an image as rows of patches."""
 
 
@@ -150,10 +169,10 @@ class _Samples(Dataset[dict[str, Tensor]]):
         if name == "reader":
             self.data["pixel_values"] = torch.randn(count, 3, SIZE, SIZE, generator=draw)
             return
-        num_tokens = 1 if name in _FLAT else MERGED
+        num_tokens = 1 if name in FLAT else MERGED
         tokens[:, 1 : 1 + num_tokens] = IMAGE_TOKEN
         labels[:, 1 : 1 + num_tokens] = -100
-        if name in _FLAT:
+        if name in FLAT:
             self.data["pixel_values"] = torch.randn(count, 4, 3 * 2 * PATCH**2, generator=draw)
             self.data["image_grid_thw"] = torch.tensor([1, 2, 2]).expand(count, 3)
             self.data["mm_token_type_ids"] = (tokens == IMAGE_TOKEN).long()
@@ -201,7 +220,7 @@ class ImageModel(Untouched):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         batch = dict(batch)
-        if self.name in _FLAT and "pixel_values" in batch:
+        if self.name in FLAT and "pixel_values" in batch:
             batch["pixel_values"] = batch["pixel_values"].flatten(0, 1)
         output = self.model(**batch)
         loss: Tensor = output[1] if isinstance(output, tuple) else output.loss

@@ -21,7 +21,7 @@ from tests.helpers.trainers import trainer
 
 pytest.importorskip("transformers")
 
-from tests.helpers.image_models import IMAGE_TOKEN, MERGED, PATCH, SIZE, ImageModel
+from tests.helpers.image_models import FLAT, IMAGE_TOKEN, MERGED, PATCH, SIZE, ImageModel
 
 BATCH, STEPS, LENGTH = 2, 3, 16
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -41,7 +41,7 @@ class Reader(ImageModel):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         given = {name: value for name, value in batch.items() if name != "labels"}
-        if self.name == "qwen2.5-vl" and "pixel_values" in given:
+        if self.name in FLAT and "pixel_values" in given:
             given["pixel_values"] = given["pixel_values"].flatten(0, 1)
         logits = self.model(**given, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
@@ -57,8 +57,11 @@ def rows(name: str, *, images: bool) -> list[dict[str, Tensor]]:
     data = {"input_ids": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone()}
     data["labels"][::2, -3:] = -100
     if images:
-        flat = name == "qwen2.5-vl"
-        where = slice(6, 7 if flat else 6 + MERGED)
+        flat, in_parts = name in FLAT, name == "llava-next"
+        # The whole image, its only part, and an end of each of the two lines.
+        num_tokens = 1 if flat else 2 * MERGED + 2 if in_parts else MERGED
+        first = 4 if in_parts else 6
+        where = slice(first, first + num_tokens)
         data["input_ids"][:, where] = IMAGE_TOKEN
         data["labels"][:, where] = -100
         if flat:
@@ -66,7 +69,10 @@ def rows(name: str, *, images: bool) -> list[dict[str, Tensor]]:
             data["image_grid_thw"] = torch.tensor([1, 2, 2]).expand(count, 3)
             data["mm_token_type_ids"] = (data["input_ids"] == IMAGE_TOKEN).long()
         else:
-            data["pixel_values"] = torch.randn(count, 3, SIZE, SIZE, generator=draw)
+            shape = (count, 2, 3, SIZE, SIZE) if in_parts else (count, 3, SIZE, SIZE)
+            data["pixel_values"] = torch.randn(shape, generator=draw)
+        if in_parts:
+            data["image_sizes"] = torch.tensor([SIZE, SIZE]).expand(count, 2)
     return [{key: value[index] for key, value in data.items()} for index in range(count)]
 
 
@@ -85,6 +91,7 @@ def _train_all(cases: list[Any]) -> list[Any]:
 
 
 MODELS = [("llava", True), ("llava-frozen", True), ("qwen2.5-vl", True), ("llava", False)]
+MODELS += [("qwen3-vl", True), ("qwen3-vl", False), ("llava-next", True)]
 
 
 @pytest.mark.timeout(300)

@@ -8,6 +8,7 @@ token of an image takes part with zeros.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +21,18 @@ from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
 
 _EMBEDDINGS, _POSITIONS = "inputs_embeds", "position_ids"
-_KNOWN = (_EMBEDDINGS, _POSITIONS, "attention_mask", "labels", "shift_labels")
+_PLACES, _FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
+"""Whether a token is one of an image [b, s], and features [n, h] of these tokens for each of the
+first layers, which are added to hidden states behind the layer."""
+_KNOWN = (_EMBEDDINGS, _POSITIONS, "attention_mask", "labels", "shift_labels", _PLACES, _FEATURES)
 """Tensors in a text model's call. The text model does not read labels."""
 
 
 @dataclass(frozen=True)
 class DivideEmbeddings:
     """Forward pre-hook of a text model of ``transformers``: the rank's part of the embeddings
-    [b, s, h] and of the positions [b, s], or [n, b, s] for positions of images.
+    [b, s, h] and of the positions [b, s], or [n, b, s] for positions of images, and features of the
+    part's image tokens.
     """
 
     part: SequencePart
@@ -54,7 +59,19 @@ class DivideEmbeddings:
         else:
             local_positions = self.part.split(positions, positions.ndim - 1)
         local_embeddings = self.part.split(embeddings, 1)
-        return args, kwargs | {_EMBEDDINGS: local_embeddings, _POSITIONS: local_positions}
+        local = {_EMBEDDINGS: local_embeddings, _POSITIONS: local_positions}
+        if kwargs.get(_PLACES) is not None:
+            local |= self._visual(kwargs[_PLACES], kwargs.get(_FEATURES) or ())
+        return args, kwargs | local
+
+    def _visual(self, places: Tensor, features: Sequence[Tensor]) -> dict[str, Any]:
+        """Return the part's places of image tokens, and their features. A rank without image tokens
+        takes part in the backward of the features, with zeros.
+        """
+        numbers = places.flatten().cumsum(0).view_as(places) - 1
+        local_places = self.part.split(places, 1)
+        chosen = self.part.split(numbers, 1)[local_places]
+        return {_PLACES: local_places, _FEATURES: [x[chosen] for x in features]}
 
 
 @dataclass(frozen=True)

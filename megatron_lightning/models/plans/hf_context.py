@@ -20,6 +20,7 @@ from megatron_lightning.layers.styles.divided_embeddings import DividedEmbedding
 from megatron_lightning.layers.styles.shared_rows import FoundMixers
 from megatron_lightning.models.plans.foreign_code import foreign_code
 from megatron_lightning.models.plans.hf_rows import as_patterns
+from megatron_lightning.models.plans.hf_towers import towers_of
 from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
 
 FAMILIES = frozenset({
@@ -36,7 +37,12 @@ FAMILIES = frozenset({
 """``model_type`` of the configurations."""
 
 IMAGE_FAMILIES: Mapping[str, frozenset[str]] = MappingProxyType(
-    {"llava": FAMILIES, "qwen2_5_vl": frozenset({"qwen2_5_vl_text"})}
+    {
+        "llava": FAMILIES,
+        "llava_next": FAMILIES,
+        "qwen2_5_vl": frozenset({"qwen2_5_vl_text"}),
+        "qwen3_vl": frozenset({"qwen3_vl_text"}),
+    }
 )
 """``model_type`` of models that merge images with the embeddings of text -> ``model_type`` of the
 text models, called with embeddings."""
@@ -56,6 +62,13 @@ def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
     name = type(model).__name__
     if takes_images(model):
         return _with_divided_embeddings(model, plan)
+    if towers_of(model) and not config.is_encoder_decoder:
+        raise ConfigError(
+            f"{name} ({config.model_type}) has a tower beside its text model, and ranks that share "
+            "sequences know models that merge images with the embeddings before the first block: "
+            f"{', '.join(IMAGE_FAMILIES)}, with a text model that they know. Others may see all of "
+            "an image at once. Set context_parallel_size to 1, or use such a model."
+        )
     if not _is_language_model(model):
         raise ConfigError(
             f"{name} is not known to work on ranks that share sequences: its head may mix tokens, "

@@ -33,16 +33,16 @@ from megatron_lightning.layers.styles import (
 from megatron_lightning.models import llama_hf_plan
 from megatron_lightning.models.plans import hf_sequence
 from megatron_lightning.models.plans.foreign_code import foreign_code
-from megatron_lightning.models.plans.hf_context import finds_mixers
+from megatron_lightning.models.plans.hf_context import finds_mixers, with_context
 from megatron_lightning.models.plans.hf_documents import (
     check_parts_documents,
     code_of_folder,
     separating_positions,
 )
 from megatron_lightning.models.plans.hf_plans import transformers_plan
-from megatron_lightning.parallel import ParallelLayout
+from megatron_lightning.parallel import ParallelLayout, ShardingPlan
 from megatron_lightning.strategies import MegatronStrategy
-from tests.helpers import hf_models
+from tests.helpers import hf_models, image_models
 from tests.helpers.trainers import trainer
 from tests.helpers.versions import since
 
@@ -168,6 +168,15 @@ def test_a_family_is_known_by_its_own_code(make: Any, code: str | None) -> None:
     assert finds_mixers(model) is (code is not None)
     shards = transformers_plan(model, 2, 2).shards_sequence
     assert shards is (code is None and type(model) is transformers.LlamaForCausalLM)
+
+
+def test_other_models_with_images_are_refused_on_ranks_that_share_rows() -> None:
+    """Gemma 3 has LLaVA's parts, and the tokens of an image see each other."""
+    model = image_models.MODELS["llava"]()
+    with_context(model, ShardingPlan(modules={}, sequence_dim=1))
+    model.config.model_type = "gemma3"
+    with pytest.raises(ConfigError, match=r"\(gemma3\) has a tower beside its text model"):
+        with_context(model, ShardingPlan(modules={}, sequence_dim=1))
 
 
 def test_code_of_a_folder_is_no_code_of_its_family() -> None:
