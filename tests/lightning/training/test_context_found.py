@@ -20,6 +20,8 @@ from megatron_lightning.config import ContextOptions, RecomputeOptions
 from megatron_lightning.errors import MegatronLightningError
 from megatron_lightning.layers.shared_rows import mixers
 from megatron_lightning.layers.shared_rows.entry import shared_models
+from megatron_lightning.peft import LoRA
+from tests.helpers.adapted import fill
 from tests.lightning.support import Layout, layouts, make_layout, run, single
 from tests.lightning.training.test_context_transformers import (
     CP2,
@@ -43,6 +45,13 @@ CP2_SP = make_layout(
 )
 CP2_DIVIDED = make_layout(
     "cp2-divided", 2, 1, context_parallel_size=2, context_options=ContextOptions(mixers="divided")
+)
+CP2_GATHERED = make_layout(
+    "cp2-gathered",
+    2,
+    1,
+    context_parallel_size=2,
+    context_options=ContextOptions(mixers={"**.self_attn": "gather"}),
 )
 CP2_RECOMPUTED = make_layout(
     "cp2-recomputed",
@@ -143,6 +152,16 @@ def test_linear_attention(layout: Layout, tmp_path: Path) -> None:
 @layouts(CP2, CP2_FSDP)
 def test_other_families(layout: Layout, name: str, tmp_path: Path) -> None:
     _assert_equal(run(layout, _fit, tmp_path, MODELS[name]), MODELS[name])
+
+
+def _adapted() -> nn.Module:
+    """Adapters inside of modules that mix tokens."""
+    return fill(LoRA(target_modules=["q_proj", "v_proj", "o_proj"]).apply(_gpt_oss()), zero=False)
+
+
+@layouts(CP2_GATHERED, slow=[CP2, CP2_FSDP, CP2_PP2])
+def test_adapters(layout: Layout, tmp_path: Path) -> None:
+    _assert_equal(run(layout, _fit, tmp_path, _adapted), _adapted)
 
 
 @pytest.mark.slow
