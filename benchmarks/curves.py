@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks import curves_megatron, curves_tuning, machine
+from benchmarks import curves_megatron, curves_torchtitan, curves_tuning, machine
 from benchmarks.curves_trainers import silence, train_with_transformers, train_with_trl
 from benchmarks.ranks import run
 from benchmarks.small_runs import num_ranks, one_epoch
@@ -119,6 +119,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType({
     "rounded-experts": Plan("one process, experts; weights changed by a rounding of 1e-7",
                             beside="one-experts", experts=4, rounding=1e-7),
     "megatron": Plan("Megatron-Core's model, optimizer and schedule, one process"),
+    "torchtitan": Plan("torchtitan's Llama, optimizer and schedule, one process"),
     "trl-lora": Plan("TRL's SFTTrainer and peft's LoRA, one process", beside=None, tuning="lora"),
     "lora-tp2": Plan("LoRA of an untouched Llama, tensor parallelism", 2, {TP: 2},
                      beside="trl-lora", tuning="lora"),
@@ -277,6 +278,8 @@ def _peer(name: str, plan: Plan) -> Callable[..., Any] | None:
         return train_with_transformers
     if name == "megatron":
         return curves_megatron.train
+    if name == "torchtitan":
+        return curves_torchtitan.train
     return partial(train_with_trl, plan) if name.startswith("trl") else None
 
 

@@ -22,7 +22,7 @@ _DIGITS = 1e-5
 _COLORS = (
     "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f",
     "#bcbd22", "#17becf", "#393b79", "#637939", "#8c6d31", "#843c39", "#5254a3",
-    "#31a354", "#756bb1", "#e6550d", "#636363", "#000000",
+    "#31a354", "#756bb1", "#e6550d", "#636363", "#000000", "#de9ed6",
 )  # fmt: skip
 _KINDS = {
     "Llama": (False, ""), "Mixtral": (True, ""), "LoRA beside TRL with peft": (False, "lora"),
@@ -34,6 +34,9 @@ _NOTES: Sequence[tuple[Collection[str], str]] = (
      "the same folder of weights."),
     (("megatron",), "`megatron` is Megatron-Core, unchanged, from the same weights, on a CPU that "
      "answers its calls of CUDA (`benchmarks/curves_megatron.py`)."),
+    (("torchtitan",), "`torchtitan` is torchtitan's own Llama, optimizer, clipping and schedule, "
+     "from the same weights. Its Trainer needs a GPU, so that the loop is ours "
+     "(`benchmarks/curves_torchtitan.py`)."),
     (("rounded",), "`rounded` is one process whose first weights were changed by a rounding: a "
      "layout that is right differs about as much, and a wrong gradient far more, from the first "
      "steps on."),

@@ -159,8 +159,8 @@ def test_a_run_goes_on_curve_by_curve(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "tp2-pp2"])
 def test_a_short_curve_is_that_beside_it(name: str) -> None:
-    tuning, is_megatron = PLANS[name].tuning, name == "megatron"
-    for package in ("trl", "datasets") if tuning else ("megatron.core",) if is_megatron else ():
+    needed = {"megatron": ("megatron.core",), "torchtitan": ("torchtitan",)}
+    for package in needed.get(name, ("trl", "datasets") if PLANS[name].tuning else ()):
         pytest.importorskip(package)
     contract = Contract(**{**vars(SMALL), "num_layers": 4})
     record = curves.measure(name, contract)
