@@ -75,11 +75,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_the_citation_and_the_changelog_are_of_this_version() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     metadata = configparser.ConfigParser()
     metadata.read(ROOT / "setup.cfg")
     assert cited["version"] == megatron_lightning.__version__
+    assert f"\n## [{cited['version']}] - 20" in (ROOT / "CHANGELOG.md").read_text()
     assert (cited["title"], cited["license"]) == (
         metadata["metadata"]["name"], metadata["metadata"]["license"],
     )  # fmt: skip
