@@ -92,7 +92,8 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
         group_size: Values of a scale, with ``quantize=int4``: 128, 64 or 32.
         scheme: Names and settings of the quantized tensors. ``modelopt`` with ``nvfp4``.
         scales: How scales are chosen. max: by the largest value. mse: by the smallest squared error
-            of a few scales. trained: as MegatronFP8Precision chose them in the training.
+            of a few scales. 4over6 (nvfp4): by that of two. trained: as MegatronFP8Precision chose
+            them in the training.
         activations: Format in which servers round the inputs of these layers: that of ``quantize``.
             Default: as the checkpoint was trained, else bf16.
         statistics: File of the callback ``LayerStatistics``, for the scales of ``kv_cache`` and of

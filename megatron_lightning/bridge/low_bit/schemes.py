@@ -72,6 +72,11 @@ class Recipe(NamedTuple):
         form = ServedFormat.of(name, group_size)
         check_choice("scheme", scheme, get_args(Scheme))
         check_choice("scales", fit, get_args(Fit))
+        if fit == "4over6" and form.name != "nvfp4":
+            raise ConfigError(
+                f"scales is 4over6 with {form.name}, and chooses between two codes of nvfp4. Set "
+                "scales to mse."
+            )
         if fit == "trained" and form.name not in SCALINGS:
             raise ConfigError(
                 f"scales is trained with {form.name}, which no recipe of MegatronFP8Precision has. "

@@ -42,10 +42,15 @@ from megatron_lightning.precision.scaling import (
     values_of,
 )
 
-Fit = Literal["max", "mse", "trained"]
-"""How a scale is chosen. max: the largest value is the largest code. mse: the smallest squared
-error of a few fractions of that scale. trained: by the recipe of MegatronFP8Precision, see
-``trained_codes.py``."""
+Fit = Literal["max", "mse", "4over6", "trained"]
+"""How a scale is chosen.
+
+    max      the largest value is the largest code
+    mse      the smallest squared error of a few fractions of that scale
+    4over6   nvfp4: the largest of 16 values is code 6 or 4, by the smaller squared error
+             (https://arxiv.org/abs/2512.02010)
+    trained  by the recipe of MegatronFP8Precision, see ``trained_codes.py``
+"""
 ServedName = Literal[
     "nvfp4", "mxfp4", "mxfp8", "fp8_tensor", "fp8_channel", "fp8_block", "int8", "int4"
 ]
@@ -66,6 +71,7 @@ _FUSED = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
+_LARGEST_FACTOR = 1.5  # 6 / 4
 _SMALLEST_E4M3 = 2.0**-9
 _FP32_MAX = torch.finfo(torch.float32).max
 
@@ -138,6 +144,8 @@ class ServedFormat(NamedTuple):
 
     def factors(self, fit: Fit) -> tuple[float, ...]:
         """Return the factors of an amax that are tried for every scale."""
+        if fit == "4over6":
+            return (1.0, _LARGEST_FACTOR)
         if fit != "mse" or self.name == "fp8_tensor":  # fused matrices share one scale
             return (1.0,)
         if self.name in ("int4", "nvfp4"):
@@ -208,7 +216,7 @@ def encode(
     amax = form.shared_amax(weight) if amax is None else amax
     own, outer = amax_of(blocks), None
     if amax is not None and form.name == "nvfp4":
-        outer = outer_scale(amax)
+        outer = outer_scale(amax, _LARGEST_FACTOR if fit == "4over6" else 1.0)
     elif amax is not None:
         own = amax.expand(own.shape)
     first, *others = form.factors(fit)
@@ -257,9 +265,11 @@ def _error(blocks: Tensor, codes: Tensor, scales: Tensor, outer: Tensor | None) 
     return difference.square().sum((-3, -1))
 
 
-def outer_scale(amax: Tensor) -> Tensor:
-    """Return 2^k of a matrix, with which the scale of no block exceeds the largest e4m3."""
-    largest = FORMAT_MAX["e4m3"] * FORMAT_MAX["e2m1"]
+def outer_scale(amax: Tensor, factor: float = 1.0) -> Tensor:
+    """Return 2^k of a matrix, with which ``factor`` times the scale of no block exceeds the largest
+    e4m3.
+    """
+    largest = FORMAT_MAX["e4m3"] * FORMAT_MAX["e2m1"] / factor
     factor = power_of_two_below((torch.full_like(amax, largest) / amax).clamp(max=_FP32_MAX))
     outer = factor.where(amax > 0.0, 1.0).reciprocal()
     return outer.where(amax.isfinite(), torch.nan)

@@ -203,6 +203,13 @@ def test_a_search_of_scales_errs_less(source: Path) -> None:
         assert errors[1] <= errors[0], name
         if name in ("nvfp4", "int4"):
             assert errors[1] < 0.95 * errors[0], name
+    nvfp4 = ServedFormat.of("nvfp4")
+    first, second = (encode(weight, nvfp4, fit=fit) for fit in ("max", "4over6"))
+    blocks = [(x.values(nvfp4) - weight).square().view(-1, 16).sum(1) for x in (first, second)]
+    assert blocks[1].sum() < 0.9 * blocks[0].sum()
+    assert torch.equal(second.values(nvfp4), second.values(nvfp4).bfloat16().float())
+    largest = second.codes.abs().view(-1, 16).amax(1)
+    assert {*largest.unique().tolist()} == {0.0, 4.0, 6.0}  # a row of zeros
 
 
 def test_a_training_in_8_bits_has_the_codes_of_its_export(source: Path) -> None:
@@ -266,6 +273,8 @@ def test_what_cannot_be_written_is_refused(source: Path, tmp_path: Path) -> None
         export(str(source), out, quantize="int4", group_size=48)
     with pytest.raises(ConfigError, match=r"group_size.*and quantize is None"):
         export(str(source), out, group_size=32)
+    with pytest.raises(ConfigError, match="scales is 4over6 with mxfp4"):
+        export(str(source), out, quantize="mxfp4", scales="4over6")
     with pytest.raises(ConfigError, match="scales is trained with int4, which no recipe"):
         export(str(source), out, quantize="int4", scales="trained")
     with pytest.raises(ConfigError, match="like is 'x'"):
