@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from megatron_lightning._lazy import hint_of_other_library
@@ -148,6 +149,12 @@ class AutoBridge(FolderModel):
             trained = read_qat(source.state(), str(path)).get(place) if rounds else None
             tensors = plan.tensors(fills)
             if trained is not None:
+                if trained.qat.activations is not None:
+                    rank_zero_warn(
+                        f"{path} was trained with inputs rounded to {trained.qat.activations}, and "
+                        "is computed here with its rounded weights alone. val_loss of validate is "
+                        "that of both."
+                    )
                 tensors = TrainedWeights.of(plan, fills, trained).values(plan.folder, tensors)
             record.read_from({name: tensors[name].fill for name in plan.pieces})
         return cls.from_kept(record, **{"origin": str(path), "revision": None, **options})

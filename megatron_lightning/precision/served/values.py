@@ -265,11 +265,11 @@ def _error(blocks: Tensor, codes: Tensor, scales: Tensor, outer: Tensor | None) 
     return difference.square().sum((-3, -1))
 
 
-def outer_scale(amax: Tensor, factor: float = 1.0) -> Tensor:
-    """Return 2^k of a matrix, with which ``factor`` times the scale of no block exceeds the largest
+def outer_scale(amax: Tensor, room: float = 1.0) -> Tensor:
+    """Return 2^k of a matrix, with which ``room`` times the scale of no block exceeds the largest
     e4m3.
     """
-    largest = FORMAT_MAX["e4m3"] * FORMAT_MAX["e2m1"] / factor
+    largest = FORMAT_MAX["e4m3"] * FORMAT_MAX["e2m1"] / room
     factor = power_of_two_below((torch.full_like(amax, largest) / amax).clamp(max=_FP32_MAX))
     outer = factor.where(amax > 0.0, 1.0).reciprocal()
     return outer.where(amax.isfinite(), torch.nan)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.bridge import AutoBridge, commands
 from megatron_lightning.checkpoint import open_checkpoint
+from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Engine
 from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
@@ -70,7 +71,8 @@ def test_the_first_steps_find_scales_that_stay(source: Path, strategy: str | Non
 def test_a_folder_is_the_trained_forward(source: Path, tmp_path: Path) -> None:
     checkpoint, served = tmp_path / "run.ckpt", tmp_path / "served"
     module = GPTLightningModule(init_from_hf=str(source), qat=FIXED, learning_rate=1e-2)
-    run = trainer(MegatronStrategy(), max_steps=4)
+    also = CheckpointOptions(also_save_hf="every")
+    run = trainer(MegatronStrategy(checkpoint_options=also), max_steps=4)
     run.fit(module, _rows(16))
     (metrics,) = run.validate(module, _rows(), verbose=False)
     run.save_checkpoint(checkpoint)
@@ -78,6 +80,9 @@ def test_a_folder_is_the_trained_forward(source: Path, tmp_path: Path) -> None:
     assert record.input_amax == _amax(module)
     commands.export(str(checkpoint), str(served))
     stored = load_file(served / "model.safetensors")
+    beside = load_file(checkpoint / "hugging_face" / "model.safetensors")
+    assert {*beside} == {*stored}
+    assert all(torch.equal(x, beside[name]) for name, x in stored.items())
     model: Any = AutoBridge.from_hf_pretrained(served).to_model(dtype=torch.float32)
     form = ServedFormat.of("nvfp4")
     for path, layer in model.named_modules():
@@ -141,11 +146,10 @@ LONG = [make_layout("tp2-pp2", 4, tp=2, pp=2), make_layout("cp2", 2, cp=2)]
 )
 def test_ranks_have_the_scales_of_one_process(layout: Layout, tmp_path: Path) -> None:
     folder = make_folder("qwen3-moe", tmp_path, **SIZES)
-    found = []
-    for tried in (make_layout("one", 1), layout):
-        path = str(tmp_path / tried.name)
-        run_ranks(tried.ranks, _find, tried, str(folder), path)
-        found.append(read_qat(open_checkpoint(path).state())["model"].input_amax)
+    paths = [str(tmp_path / name) for name in ("one", "ranks")]
+    _find(make_layout("one", 1), str(folder), paths[0])
+    run_ranks(layout.ranks, _find, layout, str(folder), paths[1])
+    found = [read_qat(open_checkpoint(path).state())["model"].input_amax for path in paths]
     assert found[0].keys() == found[1].keys()
     assert len(found[0]) == 4 + 4
     assert found[1] == pytest.approx(found[0], rel=1e-5)

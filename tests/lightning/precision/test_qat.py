@@ -349,6 +349,9 @@ def test_a_folder_with_rounded_inputs_returns(source: Path, tmp_path: Path) -> N
     assert stored["model.layers.0.mlp.up_proj.weight"].dtype == torch.int8
     model: Any = AutoBridge.from_hf_pretrained(tmp_path / "served").to_model(dtype=torch.float32)
     weights_only = _loss(model)
+    with pytest.warns(match="trained with inputs rounded to int8.*rounded weights alone"):
+        rounded: Any = AutoBridge.from_checkpoint(tmp_path / "run.ckpt", rounds=True)
+    assert _loss(rounded.to_model(dtype=torch.float32)) == pytest.approx(weights_only, rel=1e-5)
     QAT("int8", activations="int8").apply(model)
     assert _loss(model) == pytest.approx(metrics["val_loss"], rel=1e-5)
     assert weights_only != pytest.approx(metrics["val_loss"], rel=1e-5)
