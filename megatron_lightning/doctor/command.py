@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json as json_format
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from megatron_lightning.doctor import versions
 from megatron_lightning.doctor.folder import checkpoint_bytes, look_at
-from megatron_lightning.doctor.launch import run_on_ranks
 from megatron_lightning.doctor.links import measure_links
 from megatron_lightning.doctor.machine import UNITS, measure_machine, variables
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.mistakes import Errors
 from megatron_lightning.planning.planned_run import MeasuredRecipe, PlannedRun, Recipe
 from megatron_lightning.recipe_reading.recipe_reader import read_recipe
-from megatron_lightning.resilience.launcher import find
+from megatron_lightning.resilience.launcher import find, run_on_ranks
 
 _GIB = 2**30
+_MEETING = timedelta(seconds=60)
 _KEPT = 2  # the best and the last
 
 
@@ -67,7 +68,9 @@ def doctor(
     world_size = num_devices if launcher is None else launcher.world_size
     recipe = None if config is None else _recipe(config, overrides, world_size)
     sizes = {} if recipe is None else _sizes(recipe)
-    machine, links = run_on_ranks(_measure, (sizes, seconds), num_devices) or ([], [])
+    machine, links = run_on_ranks(
+        _measure, (sizes, seconds), num_devices, "cuda" if gpus else "cpu", _MEETING
+    ) or ([], [])
     if launcher is not None and launcher.rank > 0:
         return "", True
     report: dict[str, Any] = {

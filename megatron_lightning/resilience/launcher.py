@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_lightning import compat
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.resilience.workers import run_workers
 
 _FIRST_PORT, _NUM_PORTS = 15000, 10000
+
+Work = Callable[..., Any]
+"""Function of this rank's device and arguments. Rank 0's result is plain data."""
 
 
 class Launcher(NamedTuple):
@@ -114,3 +120,47 @@ def first_host(nodes: str) -> str:
             f"Slurm's list of nodes is {nodes!r}, which names no host to meet at. Set MASTER_ADDR."
         )
     return "".join(part or "" for part in match.groups())
+
+
+def run_on_ranks(
+    work: Work,
+    arguments: tuple[Any, ...],
+    num_ranks: int,
+    device_type: str,
+    timeout: timedelta | None = None,
+) -> Any:
+    """Return the result of ``work`` on rank 0. None on other ranks.
+
+    Args:
+        work: Function of the device and the arguments.
+        arguments: Travel to other processes.
+        num_ranks: Ranks to start without a launcher.
+        device_type: "cuda" or "cpu".
+        timeout: Limit of every collective. None: torch's default.
+    """
+    started = find()
+    if started is not None and started.world_size > 1:
+        return _join(started, work, arguments, device_type, timeout)
+    if started is not None or num_ranks == 1:
+        return work(local_device(device_type), *arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        run_workers(_worker, (num_ranks, folder, work, arguments, device_type, timeout), num_ranks)
+        return torch.load(Path(folder, "result"), weights_only=True)
+
+
+def _worker(rank: int, num_ranks: int, folder: str, *job: Any) -> None:
+    result = _join(Launcher.of_worker(rank, num_ranks, folder), *job)
+    if rank == 0:
+        torch.save(result, Path(folder, "result"))
+
+
+def _join(
+    started: Launcher,
+    work: Work,
+    arguments: tuple[Any, ...],
+    device_type: str,
+    timeout: timedelta | None,
+) -> Any:
+    with started.joined(device_type, timeout) as device:
+        result = work(device, *arguments)
+        return result if started.rank == 0 else None

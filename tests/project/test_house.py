@@ -8,10 +8,12 @@ import functools
 import gc
 import importlib
 import inspect
+import io
 import pkgutil
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -328,6 +330,27 @@ def test_rooms_are_not_corridors() -> None:
         "put files into rooms by subject, or export their names in the room's __init__; a smaller "
         "number goes in here"
     )
+
+
+def test_the_strategy_holds_what_touches_the_trainer_alone() -> None:
+    """Rooms that need no Trainer lie beside it."""
+    files = [*(ROOT / "strategies").rglob("*.py")]
+    assert sum(len(_code_lines(path.read_text())) for path in files) <= 4800
+
+
+def _code_lines(source: str) -> set[int]:
+    """Return the lines with code, without comments, docstrings and blank lines."""
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    lines = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in {*skipped, tokenize.ENDMARKER}
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            lines -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return lines
 
 
 def _without_export(files: Iterable[Path]) -> int:

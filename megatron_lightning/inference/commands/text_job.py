@@ -5,14 +5,13 @@ new processes.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.commands.load import (
@@ -30,8 +29,7 @@ from megatron_lightning.inference.engine.text_model import TextModel
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import resolve
 from megatron_lightning.resilience import launcher
-from megatron_lightning.resilience.launcher import Launcher
-from megatron_lightning.resilience.workers import run_workers
+from megatron_lightning.resilience.launcher import run_on_ranks
 
 Work = Callable[[TextModel, Codec, Any], Any]
 """Function of a rank's engine, the codec and arguments. The arguments travel to other processes.
@@ -115,22 +113,9 @@ class ModelJob:
 
     def run(self, work: Work, arguments: Any) -> Any:
         """Return the result of ``work`` on rank 0. None on other ranks of a launcher."""
-        started, world_size = launcher.find(), self.world_size
-        if started is not None and world_size > 1:
-            return self._join(work, arguments, started)
-        if world_size == 1:
-            return self._work(work, arguments, launcher.local_device(self.torch_device))
-        with tempfile.TemporaryDirectory() as folder:
-            # Without cached values: each process reads its own.
-            run_workers(_worker, (replace(self), work, arguments, folder), world_size)
-            return torch.load(Path(folder, "result"), weights_only=True)
-
-    def _join(self, work: Work, arguments: Any, started: Launcher) -> Any:
-        if self.torch_device == "cpu":
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // started.world_size))
-        with started.joined(self.torch_device) as device:
-            result = self._work(work, arguments, device)
-            return result if started.rank == 0 else None
+        # Without cached values: each process reads its own.
+        job = self if self.world_size == 1 else replace(self)
+        return run_on_ranks(job._work, (work, arguments), self.world_size, self.torch_device)
 
     @property
     def torch_device(self) -> str:
@@ -139,7 +124,9 @@ class ModelJob:
             return "cuda" if torch.cuda.is_available() else "cpu"
         return self.model.device
 
-    def _work(self, work: Work, arguments: Any, device: torch.device) -> Any:
+    def _work(self, device: torch.device, work: Work, arguments: Any) -> Any:
+        if device.type == "cpu" and self.world_size > 1:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
         engine = load_engine(
             self.model.checkpoint,
             self.model.layout,
@@ -152,12 +139,6 @@ class ModelJob:
             decode=self.codec.decode,
         )
         return work(engine, self.codec, arguments)
-
-
-def _worker(rank: int, job: ModelJob, work: Work, arguments: Any, folder: str) -> None:
-    result = job._join(work, arguments, Launcher.of_worker(rank, job.world_size, folder))
-    if rank == 0:
-        torch.save(result, Path(folder, "result"))
 
 
 def _check_experts(layout: ParallelLayout) -> None:

@@ -243,7 +243,7 @@ def _body(layout: Layout, folder: str, guard: str, modes: list[Any]) -> list[set
     return findings
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("guard", GUARDS)
 def test_a_guard_is_passed_by_its_name(guard: str, tmp_path: Path) -> None:
     layout = MUTANTS[guard][0]
