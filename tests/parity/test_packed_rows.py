@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2-pp2-zb-h1": (4, {CP: 2, PP: 2, MICRO: 1, "pipeline_schedule": "zb-h1"}),
     "cp2-recompute": (2, {CP: 2, "recompute": RECOMPUTE["uniform"]}),
     "cp2-dealt": (2, {CP: 2, MICRO: 1, **DEALT}),
+    "cp4-dealt": (4, {CP: 4, MICRO: 1, **DEALT}),
     "cp2-pp2-dealt": (4, {CP: 2, PP: 2, MICRO: 1, **DEALT}),
     "cp2-pp2-vpp2-dealt": (
         4,
@@ -113,6 +115,23 @@ def test_training_equals_one_process(model: str, names: list[str]) -> None:
                 assert rank[index][0] == pytest.approx(losses, rel=1e-5), name
                 assert rank[index][1] == pytest.approx(norms, rel=1e-5), name
                 assert rank[index][2] == pytest.approx(value, rel=1e-5), name
+
+
+def _train_part(options: dict[str, Any], path: str, steps: int, resumes: bool) -> list[float]:
+    module = GPTLightningModule(_config(), learning_rate=1e-3)
+    loader = DataLoader(_rows(), batch_size=BATCH)
+    run = fit(options, module, loader, steps=steps, ckpt_path=path if resumes else None)
+    if not resumes:
+        run.trainer.save_checkpoint(path)
+    return run.losses
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_dealt_rows_goes_on_in_one_process(tmp_path: Path) -> None:
+    path = str(tmp_path / "dealt")
+    dealt = run_ranks(4, _train_part, LAYOUTS["cp4-dealt"][1], path, STEPS - 1, False)[0]
+    rest = run_ranks(1, _train_part, {}, path, STEPS, True)[0]
+    assert [*dealt, *rest] == pytest.approx(_one("rope")[0], rel=1e-5)
 
 
 class _Watching(GPTLightningModule):
