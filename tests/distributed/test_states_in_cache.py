@@ -10,7 +10,7 @@ import pytest
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Engine, EngineOptions
-from megatron_lightning.inference.engine.key_slots import StateRows
+from megatron_lightning.inference.engine.keys.key_slots import StateRows
 from megatron_lightning.inference.engine.request_batch import Batch
 from megatron_lightning.inference.engine.scheduler import Scheduler
 from megatron_lightning.layers.state.state_store import StateStore

@@ -9,8 +9,8 @@ from megatron_lightning.inference.commands.load import image_prompts_of
 from megatron_lightning.inference.commands.model_options import ModelOptions
 from megatron_lightning.inference.commands.text_codec import Codec
 from megatron_lightning.inference.commands.text_job import ModelJob
+from megatron_lightning.inference.engine.keys.prefix_cache import PrefixCounts
 from megatron_lightning.inference.engine.own_generate import OwnGenerate
-from megatron_lightning.inference.engine.prefix_cache import PrefixCounts
 from megatron_lightning.inference.engine.request_batch import DraftCounts
 from megatron_lightning.inference.engine.text_model import TextModel
 from megatron_lightning.optional import require

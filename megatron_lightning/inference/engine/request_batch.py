@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_lightning.inference.engine.key_slots import NOTHING, Copies
+from megatron_lightning.inference.engine.keys.key_slots import NOTHING, Copies
 from megatron_lightning.inference.engine.uncached_loop import Sampling
 
 NOT_FINITE = "not finite"

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference.engine.key_slots import NOTHING, Allocator, Copies
-from megatron_lightning.inference.engine.prefix_cache import PrefixCache, PrefixCounts
+from megatron_lightning.inference.engine.keys.key_slots import NOTHING, Allocator, Copies
+from megatron_lightning.inference.engine.keys.prefix_cache import PrefixCache, PrefixCounts
 from megatron_lightning.inference.engine.request_batch import Batch, DraftCounts, Portion, Request
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_lightning.assembly.stage_runner import StageCall
 from megatron_lightning.inference.engine.expert_routes import RouteRecorder
-from megatron_lightning.inference.engine.key_slots import Allocator, Pages
+from megatron_lightning.inference.engine.keys.key_slots import Allocator, Pages
 from megatron_lightning.inference.engine.request_batch import Batch
 from megatron_lightning.layers.state import key_cache
 from megatron_lightning.layers.state.key_cache import (

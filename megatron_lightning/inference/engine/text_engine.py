@@ -23,7 +23,7 @@ from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine.engine_options import EngineOptions
 from megatron_lightning.inference.engine.expert_routes import RouteRecorder, check_recorded
-from megatron_lightning.inference.engine.key_slots import Allocator, Pages, Runs
+from megatron_lightning.inference.engine.keys.key_slots import Allocator, Pages, Runs
 from megatron_lightning.inference.engine.pipelined_steps import Rounds
 from megatron_lightning.inference.engine.request_batch import Batch, Request
 from megatron_lightning.inference.engine.requests import Decode, RequestMaker

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron_lightning.errors import ConfigError, NonFiniteError
-from megatron_lightning.inference.engine.prefix_cache import PrefixCounts
+from megatron_lightning.inference.engine.keys.prefix_cache import PrefixCounts
 from megatron_lightning.inference.engine.request_batch import NOT_FINITE, DraftCounts, Request
 from megatron_lightning.inference.engine.requests import RequestMaker
 from megatron_lightning.inference.engine.uncached_loop import Sampling

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from megatron_lightning.inference.engine import prefix_cache
-from megatron_lightning.inference.engine.key_slots import Pages, Runs
-from megatron_lightning.inference.engine.prefix_cache import KeptText, PrefixCache
+from megatron_lightning.inference.engine.keys import prefix_cache
+from megatron_lightning.inference.engine.keys.key_slots import Pages, Runs
+from megatron_lightning.inference.engine.keys.prefix_cache import KeptText, PrefixCache
 from megatron_lightning.inference.engine.request_batch import Batch, Portion, Request
 from megatron_lightning.inference.engine.requests import RequestMaker
 from megatron_lightning.inference.engine.scheduler import Scheduler

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_lightning.inference.engine.key_slots import Allocator
+from megatron_lightning.inference.engine.keys.key_slots import Allocator
 from megatron_lightning.inference.engine.request_batch import NOT_FINITE, Request
 
 BLOCK = 16
