@@ -7,6 +7,7 @@ differ, and owners have it as one process has it.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -253,6 +254,20 @@ def test_the_longest_is_assigned_first() -> None:
     assert assign_owners([4, 4], [[0, 1]] * 2, [[0, 4], [4, 0]]) == [1, 0]
     # An expert stays with its holders, and others fill up.
     assert assign_owners([4, 4, 6], [[0], [0], [0, 1]], [[4, 0], [4, 0], [3, 3]]) == [0, 0, 1]
+
+
+def test_the_fullest_rank_is_bounded() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        num_ranks, num_units = draw.randint(1, 8), draw.randint(1, 40)
+        weights = [draw.choice([64, 4096, 4096, 11008, 50000]) for _ in range(num_units)]
+        ranks = list(range(num_ranks))
+        owner = assign_owners(weights, [ranks] * num_units, [[0] * num_ranks] * num_units)
+        loads = [sum(w for w, o in zip(weights, owner, strict=True) if o == r) for r in ranks]
+        # Of the largest k x ranks + 1 units some rank has k + 1, in the best assignment as well.
+        largest = sorted(weights, reverse=True)[::num_ranks]
+        best = max(sum(weights) / num_ranks, *((k + 1) * w for k, w in enumerate(largest)))
+        assert max(loads) <= 4 / 3 * best
 
 
 def test_a_stage_without_owned_parameters_divides_the_ranks() -> None:

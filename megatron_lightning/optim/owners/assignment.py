@@ -185,8 +185,9 @@ def assign_owners(
 ) -> list[int]:
     """Return the owner of each unit: the largest first, each to the least loaded candidate.
 
-    The fullest rank has at most 4/3 of the mean or of the largest unit, if every rank is a
-    candidate (Graham 1969).
+    If every rank is a candidate, the fullest has at most 4/3 of what it has in the best assignment
+    (Graham 1969), which is the mean or the largest unit, or more where units are few: of nine equal
+    units eight ranks have two at best.
 
     Args:
         weights: Elements of each unit.
