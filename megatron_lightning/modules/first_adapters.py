@@ -109,7 +109,12 @@ def _is_trained(module: nn.Module) -> bool:
     """Return whether adapters add anything to their layers. Lengths of rows (DoRA) always count."""
     return any(
         has_magnitude(adapters)
-        or any(bool(_local(p).any()) for n, p in adapters.named_parameters() if "lora_B" in n)
+        or any(
+            bool(_local(tensor).any())
+            for part in adapters.parts.values()
+            for name, tensor in part.named_parameters()
+            if name in part.kind.zeros
+        )
         for adapters in adapted_layers(module).values()
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ from megatron_lightning.models.teacher_student import FrozenPair
 from megatron_lightning.modules.frozen_parameters import summary_of
 from megatron_lightning.modules.language_model import LanguageModule, ModuleT
 from megatron_lightning.modules.model_facts import ModelFolder
-from megatron_lightning.peft import LoRA
-from megatron_lightning.peft.lora import APPLIED, applied_to
+from megatron_lightning.peft.methods.method import APPLIED, AdapterMethod, applied_to
+from megatron_lightning.peft.methods.table import settings_of
 from megatron_lightning.peft.record import is_partial, read_records
-from megatron_lightning.peft.resume import described, imported_scales
+from megatron_lightning.peft.resume import imported_scales
 
 
 class FolderModule(LanguageModule):
@@ -53,11 +52,11 @@ class FolderModule(LanguageModule):
 
     def _adapt(self, model: ModuleT) -> ModuleT:
         """Attach the adapters, and fill the rows of new tokens."""
-        lora = self._imported_adapters()
-        if lora is not None:
-            self._take_adapters(lora)
+        imported = self._imported_adapters()
+        if imported is not None:
+            self._take_adapters(imported)
         model = super()._adapt(model)
-        if lora is not None:
+        if imported is not None:
             applied = applied_to(model)[""]
             model.__dict__[APPLIED] = applied._replace(imported=True)
         if self.new_tokens and self._source is not None and not self._checkpoint:
@@ -76,7 +75,7 @@ class FolderModule(LanguageModule):
         if text is not None:
             rank_zero_info(text)
 
-    def _imported_adapters(self) -> LoRA | None:
+    def _imported_adapters(self) -> AdapterMethod | None:
         """Return the adapters with ranks and scales of the folder imported as the run's checkpoint.
         None: the checkpoint comes from no folder.
         """
@@ -88,15 +87,15 @@ class FolderModule(LanguageModule):
             return None
         return imported_scales(self.peft, records)
 
-    def _take_adapters(self, lora: LoRA) -> None:
-        if lora != self.peft:
+    def _take_adapters(self, method: AdapterMethod) -> None:
+        if method != self.peft:
             rank_zero_info(
-                f"ranks and scales of adapters come from the imported folder: {described(lora)}"
+                f"ranks and scales of adapters come from the imported folder: {method.described()}"
             )
-        self.peft = lora
-        self._settings["peft"] = asdict(lora)
+        self.peft = method
+        self._settings["peft"] = settings_of(method)
         if "peft" in self.hparams:
-            self.hparams["peft"] = asdict(lora)
+            self.hparams["peft"] = settings_of(method)
 
     def prepare_data(self) -> None:
         """Download the folder, once a node. A run from a checkpoint needs no folder."""

@@ -38,6 +38,8 @@ from megatron_lightning.optim.param_groups import (
 )
 from megatron_lightning.parallel.shards.stored_weight import StoredWeight
 from megatron_lightning.peft import LoRA
+from megatron_lightning.peft.methods.method import AdapterMethod
+from megatron_lightning.peft.methods.table import method_of, settings_of
 from megatron_lightning.peft.record import PEFT, Record, read_records, write_record
 from megatron_lightning.peft.resume import check_scales
 from megatron_lightning.peft.sources import digest_of_base
@@ -139,7 +141,7 @@ class LanguageModule(LightningModule):
         if isinstance(lr_schedule, Mapping):
             lr_schedule = LRSchedule(**lr_schedule)
         if isinstance(peft, Mapping):  # from `load_from_checkpoint`, as the schedule
-            peft = LoRA(**peft)
+            peft = method_of(peft)
         if isinstance(maximal_update, Mapping):
             maximal_update = MaximalUpdate(**maximal_update)
         self.maximal_update = maximal_update
@@ -178,7 +180,7 @@ class LanguageModule(LightningModule):
             "optimizer": None if named is None else named.plain(),
             "freeze": None if freeze is None else list(freeze),
             "train_only": None if train_only is None else list(train_only),
-            "peft": None if peft is None else asdict(peft),
+            "peft": None if peft is None else settings_of(peft),
             "qat": None if self.qat is None else asdict(self.qat),
             "maximal_update": None if maximal_update is None else asdict(maximal_update),
         }
@@ -186,7 +188,7 @@ class LanguageModule(LightningModule):
             check_defaults(type(self), named, self._settings)
         self._records: Sequence[Record] = ()
         self._left_out: Mapping[str, str | None] = {}
-        self.peft = peft
+        self.peft: AdapterMethod | None = peft
         """Adapters. None: all weights are trained."""
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay

@@ -6,8 +6,8 @@ from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from megatron_lightning.layers.adapters.adapter_layers import adapters_disabled
-    from megatron_lightning.peft.lora import LoRA
     from megatron_lightning.peft.merge import merge_adapters
+    from megatron_lightning.peft.methods.lora import LoRA
     from megatron_lightning.peft.sources import load_adapters, save_adapters
 
 __all__ = ["LoRA", "adapters_disabled", "load_adapters", "merge_adapters", "save_adapters"]
@@ -15,7 +15,7 @@ __all__ = ["LoRA", "adapters_disabled", "load_adapters", "merge_adapters", "save
 lazy_attributes(
     __name__,
     {
-        "LoRA": "megatron_lightning.peft.lora",
+        "LoRA": "megatron_lightning.peft.methods.lora",
         "adapters_disabled": "megatron_lightning.layers.adapters.adapter_layers",
         "load_adapters": "megatron_lightning.peft.sources",
         "merge_adapters": "megatron_lightning.peft.merge",

@@ -22,7 +22,7 @@ from megatron_lightning.errors import CheckpointError
 from megatron_lightning.file_names import CHAT_TEMPLATE, CHAT_TEMPLATES, GENERATION_CONFIG
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.peft import folder
-from megatron_lightning.peft.fitting import check_trainable, fitted, ties_of
+from megatron_lightning.peft.fitting import check_trainable, fitted, largest_in, ties_of
 from megatron_lightning.peft.merged_models import (
     base_model,
     gpt_checkpoint,
@@ -31,13 +31,12 @@ from megatron_lightning.peft.merged_models import (
     write_merged_gpt,
     write_tensors,
 )
-from megatron_lightning.peft.record import PEFT
+from megatron_lightning.peft.record import PEFT, method_entry
 from megatron_lightning.peft.sources import (
     check_apart,
     read_saved,
     record_of,
     rounding_of,
-    with_exact_scales,
 )
 from megatron_lightning.peft.texts import card, stops
 
@@ -167,11 +166,17 @@ def import_(  # noqa: PLR0917  # every argument is an option of the command line
             model = GPTModel(config)
     adapters = fitted(adapters, model, source)
     check_trainable(adapters, model, source)
+    if adapters.kind.has_own_values:
+        raise CheckpointError(
+            f"{source} has projections that its seed does not draw here, which a checkpoint does "
+            "not hold. Merge the adapters into their base: megatron-lightning adapters merge."
+        )
     ties = {name: owner for name, owner in ties_of(model).items() if name in adapters.saved}
     names = [name for name in model.state_dict() if name not in adapters.saved]
     tensors = {f"state_dict.model.{n}": t for n, t in adapters.state() if n not in ties}
     entry: dict[str, Any] = {
-        "lora": _as_state(asdict(with_exact_scales(adapters))),
+        **method_entry(adapters.method.exactly(adapters)),
+        "largest": list(largest_in(adapters, model)),
         "imported": True,
         "targets": list(adapters.targets),
         "fused": {},
@@ -224,9 +229,3 @@ def _tokenizer_files(source: str) -> dict[str, bytes]:
 def _dtype(name: Dtype | None) -> torch.dtype | None:
     dtypes: Mapping[str, torch.dtype] = vars(torch)
     return None if name is None else dtypes[name]
-
-
-def _as_state(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _as_state(item) for key, item in value.items()}
-    return [_as_state(item) for item in value] if isinstance(value, tuple | list) else value

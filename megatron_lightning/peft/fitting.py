@@ -7,6 +7,7 @@ A parameter may have two names: most small models share the weight of embedding 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +17,8 @@ from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.shards.ties import shared_names
 from megatron_lightning.parallel.shards.transposed import is_transposed
 from megatron_lightning.peft.matching import is_linear, output_layers
-from megatron_lightning.peft.saved import Factors, SavedAdapters, hf_paths, to_gpt
+from megatron_lightning.peft.methods.method import largest_of
+from megatron_lightning.peft.saved import SavedAdapters, SavedPart, hf_paths, to_gpt
 
 _LISTED = 6
 Shapes = tuple[int, ...]
@@ -41,10 +43,11 @@ def fitted(theirs: SavedAdapters, model: nn.Module, source: str) -> SavedAdapter
     """
     is_renamed = isinstance(model, GPTModel) and not theirs.is_gpt
     own = to_gpt(theirs, model) if is_renamed else theirs  # type: ignore[arg-type]
-    shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
-    shapes |= {n: tuple(b.shape) for n, b in model.named_buffers()}
+    shapes = _shapes(model)
     wanted = {n: tuple(tensor.shape) for n, tensor in own.saved.items()}
-    wanted |= dict(_weights(own, model))
+    wanted |= {
+        weight.name: weight.shape(shapes.get(weight.name)) for weight in _weights(own, model)
+    }
     name = type(model).__name__
     unknown = [n for n in wanted if n not in shapes]
     if unknown:
@@ -65,7 +68,7 @@ def fitted(theirs: SavedAdapters, model: nn.Module, source: str) -> SavedAdapter
             "(resize_token_embeddings or num_labels of transformers, then save_pretrained), and "
             "name that folder as the base."
         )
-    return own
+    return own.fitted(largest_in(own, model))
 
 
 def check_trainable(own: SavedAdapters, model: nn.Module, source: str) -> None:
@@ -112,7 +115,7 @@ def differing_copies(own: SavedAdapters, model: nn.Module) -> dict[str, str]:
     """Return further name -> first name of the model's tied weights that adapters tear apart: with
     different values under the names, or with values under some of the names alone.
     """
-    changed = {name for name, _ in _weights(own, model)}
+    changed = {weight.name for weight in _weights(own, model)}
     copies = {}
     for owner, *names in shared_names(model):
         group = [owner, *names]
@@ -127,22 +130,51 @@ def differing_copies(own: SavedAdapters, model: nn.Module) -> dict[str, str]:
     return copies
 
 
-def _weights(own: SavedAdapters, model: nn.Module) -> Iterator[tuple[str, Shapes]]:
-    """Yield name and shape of the weights that factors change."""
+class _Weight(NamedTuple):
+    """A weight that adapters change."""
+
+    name: str
+    parts: Mapping[str, SavedPart]
+    transposed: bool
+    """Whether the weight is [in, out]."""
+
+    def matrices(self, given: Shapes | None) -> list[tuple[int, int]]:
+        """Return the shapes [out, in] of the adapted matrices. The columns are the model's where
+        adapters fit any number.
+        """
+        own_columns = 0 if given is None else given[0 if self.transposed else -1]
+        shapes = (part.kind.shape(part.tensors) for part in self.parts.values())
+        return [(rows, own_columns if columns is None else columns) for rows, columns in shapes]
+
+    def shape(self, given: Shapes | None) -> Shapes:
+        """Return the shape of the weight that adapters add up to."""
+        matrices = self.matrices(given)
+        matrix = (sum(rows for rows, _ in matrices), matrices[0][1])
+        matrix = matrix[::-1] if self.transposed else matrix
+        num_experts = next(iter(self.parts.values())).num_experts
+        return (num_experts, *matrix) if num_experts else matrix
+
+
+def _weights(own: SavedAdapters, model: nn.Module) -> Iterator[_Weight]:
+    """Yield the weights that adapters change."""
     modules = dict(model.named_modules())
     for path, parts in own.layers.items():
         layer = modules.get(path)  # None: stacked experts of transformers are a parameter
-        yield path if layer is None else f"{path}.weight", _shape(parts, layer)
+        name = path if layer is None else f"{path}.weight"
+        yield _Weight(name, parts, layer is not None and is_transposed(layer))
 
 
-def _shape(parts: Mapping[str, Factors], layer: nn.Module | None) -> Shapes:
-    """Return the shape of the weight that factors add up to."""
-    first = next(iter(parts.values()))
-    rows = sum(factors.lora_B.shape[-2] for factors in parts.values())
-    matrix = (rows, first.lora_A.shape[-1])
-    if layer is not None and is_transposed(layer):
-        matrix = matrix[::-1]
-    return (first.num_experts, *matrix) if first.num_experts else matrix
+def _shapes(model: nn.Module) -> dict[str, Shapes]:
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
+    return shapes | {n: tuple(b.shape) for n, b in model.named_buffers()}
+
+
+def largest_in(own: SavedAdapters, model: nn.Module) -> tuple[int, int]:
+    """Return the most rows and the most columns of the matrices that adapters change."""
+    shapes = _shapes(model)
+    return largest_of(
+        matrix for weight in _weights(own, model) for matrix in weight.matrices(shapes[weight.name])
+    )
 
 
 def _check_complete(theirs: SavedAdapters, model: nn.Module, source: str) -> None:

@@ -1,4 +1,4 @@
-"""Adapters added to their weights: W + scale B A, in fp32, rounded once, a box at a time. With DoRA
+"""Adapters added to their weights, in fp32, rounded once, a box at a time. With DoRA
 each row of the sum gets its trained length.
 """
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from megatron_lightning.bridge.tensors.lazy import Fill
 from megatron_lightning.layers.adapters.adapter_layers import Adapters, adapted_layers, detach
-from megatron_lightning.layers.adapters.magnitude import magnitude_of
+from megatron_lightning.layers.adapters.part import Delta
 from megatron_lightning.layers.adapters.stacked_adapters import StackedAdapters, detach_stacked
 from megatron_lightning.parallel.shards.spec import Box
 from megatron_lightning.parallel.shards.transposed import is_transposed
-from megatron_lightning.peft.lora import APPLIED, FusedRows
-from megatron_lightning.peft.saved import Factors, SavedAdapters, check_full
+from megatron_lightning.peft.methods.method import APPLIED, FusedRows
+from megatron_lightning.peft.saved import SavedAdapters, SavedPart, check_full
 from megatron_lightning.precision.qlora.frozen_base import check_values
 
 
@@ -32,7 +32,7 @@ class LayerDelta:
 
     def __init__(
         self,
-        parts: Callable[[], Mapping[str, Factors]],
+        parts: Callable[[], Mapping[str, SavedPart]],
         fused: FusedRows | None = None,
         *,
         transposed: bool = False,
@@ -42,19 +42,14 @@ class LayerDelta:
         self._transposed = transposed
 
     @cached_property
-    def _factors(self) -> tuple[Tensor, ...]:
-        """Factors of the parts with separate rows: (scale B, A) for each part in order."""
-        parts = self._parts()
-        return tuple(
-            tensor.float()
-            for factors in parts.values()
-            for tensor in (factors.lora_B.float() * factors.scale, factors.lora_A)
-        )
+    def _factors(self) -> tuple[Delta, ...]:
+        """Factors of the parts with separate rows, in order."""
+        return tuple(part.delta() for part in self._parts().values())
 
     @cached_property
     def _lengths(self) -> Tensor | None:
         """Trained length of every row of the weight, in order. None: no DoRA."""
-        lengths = [factors.magnitude for factors in self._parts().values()]
+        lengths = [part.lengths for part in self._parts().values()]
         all_lengths = [part_lengths.float() for part_lengths in lengths if part_lengths is not None]
         if len(all_lengths) < 2:
             return all_lengths[0] if all_lengths else None
@@ -76,7 +71,7 @@ class LayerDelta:
             return values.add_(self.of_box(box).to(values.device))
         # A row's length needs all of the row. Weights with DoRA are [out, in].
         rows, columns = box.slices
-        width = self._factors[1].shape[1]
+        width = self._factors[0].first.shape[1]
         full_rows = Box((box.offset[0], 0), (box.shape[0], width))
         values = read(full_rows)
         values += self.of_box(full_rows).to(values.device)
@@ -88,7 +83,7 @@ class LayerDelta:
         """Return the part of the delta in a box of the weight, in fp32."""
         if len(box.shape) == 3:  # stacked experts
             experts, rows, columns = box.slices
-            second, first = self._factors
+            [(first, second)] = self._factors
             return second[experts, rows] @ first[experts, :, columns]
         if self._transposed:
             box = Box(box.offset[::-1], box.shape[::-1])
@@ -97,13 +92,12 @@ class LayerDelta:
         return delta.t() if self._transposed else delta
 
     def _of_rows(self, rows: slice, columns: slice) -> Tensor:
-        pairs = list(zip(self._factors[::2], self._factors[1::2], strict=True))
-        if len(pairs) == 1:
-            second, first = pairs[0]
+        if len(self._factors) == 1:
+            [(first, second)] = self._factors
             return second[rows] @ first[:, columns]
-        owner, place = _places(self._fused, [len(second) for second, _ in pairs])
+        owner, place = _places(self._fused, [len(factors.second) for factors in self._factors])
         delta = torch.empty(rows.stop - rows.start, columns.stop - columns.start)
-        for number, (second, first) in enumerate(pairs):
+        for number, (first, second) in enumerate(self._factors):
             is_own = owner[rows] == number
             delta[is_own] = second[place[rows][is_own]] @ first[:, columns]
         return delta
@@ -173,15 +167,12 @@ def deltas_in(
         num_rows: Returns the rows of a layer's full weight. None: the model is full.
     """
 
-    def parts_of(path: str, adapters: Adapters) -> dict[str, Factors]:
+    def parts_of(path: str, adapters: Adapters) -> dict[str, SavedPart]:
         return {
-            name: Factors(
-                read(f"{path}.adapters.{name}.lora_A.weight"),
-                read(f"{path}.adapters.{name}.lora_B.weight"),
+            name: SavedPart(
+                part.kind,
+                {own: read(f"{path}.adapters.{name}.{own}") for own in part.tensors()},
                 part.scale,
-                None
-                if magnitude_of(part) is None
-                else read(f"{path}.adapters.{name}.lora_magnitude.weight").flatten(),
             )
             for name, part in adapters.parts.items()
         }

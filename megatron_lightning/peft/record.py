@@ -2,9 +2,9 @@
 
 The entry maps the path of each adapted model in the LightningModule to a dict:
 
-    lora        fields of :class:`LoRA`
-    targets, fused, saved, ties, modules, task
-                see :class:`AppliedLoRA`
+    lora        settings of the method
+    targets, largest, fused, saved, ties, modules, task
+                see :class:`AppliedAdapters`
     names       "gpt" (of a ``GPTModel``), or "own"
     base        origin, revision and digest of the weights that the adapters belong to
     left_out    names of the tensors that an adapters-only checkpoint does without
@@ -25,7 +25,13 @@ from megatron_lightning.bridge.folders.remembered_folders import kept_folders
 from megatron_lightning.checkpoint.reading.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.peft.lora import AppliedLoRA, FusedRows, LoRA, applied_to
+from megatron_lightning.peft.methods.method import (
+    AdapterMethod,
+    AppliedAdapters,
+    FusedRows,
+    applied_to,
+)
+from megatron_lightning.peft.methods.table import method_of, settings_of
 from megatron_lightning.peft.saved import Base
 
 PEFT = "peft"
@@ -41,7 +47,7 @@ class Record(NamedTuple):
 
     path: str
     """Path of the adapted model in the LightningModule."""
-    applied: AppliedLoRA
+    applied: AppliedAdapters
     is_gpt: bool
     base: Base
     left_out: tuple[str, ...]
@@ -74,8 +80,9 @@ def write_record(module: nn.Module, checkpoint: dict[str, Any]) -> None:
         return
     entries = {
         path: {
-            "lora": _plain(asdict(applied.lora)),
+            **method_entry(applied.method),
             "targets": list(applied.targets),
+            "largest": list(applied.largest),
             "fused": {name: [list(f.rows), f.num_periods] for name, f in applied.fused.items()},
             "saved": list(applied.saved),
             "ties": dict(applied.ties),
@@ -132,19 +139,21 @@ def attach_recorded(model: nn.Module, state: Mapping[str, Any], path: str = "mod
     """
     for record in read_records(state):
         if record.path == path:
-            record.applied.lora.apply(model)
+            record.applied.method.apply(model)
             return True
     return False
 
 
 def _record(path: str, entry: Mapping[str, Any]) -> Record:
     fused = {name: FusedRows(tuple(rows), n) for name, (rows, n) in entry["fused"].items()}
-    # Adapters fit the base in any precision. Tools read the base's own values.
-    lora, saved = LoRA(**{**entry["lora"], "base": None}), tuple(entry["saved"])
+    method, saved = _method(entry), tuple(entry["saved"])
+    rows, columns = entry.get("largest", (0, 0))
     ties, modules = dict(entry.get("ties", {})), tuple(entry.get("modules", ()))
-    applied = AppliedLoRA(
-        lora,
+    applied = AppliedAdapters(
+        method,
+        method.kind_of((rows, columns)),
         tuple(entry["targets"]),
+        (rows, columns),
         fused,
         saved,
         ties,
@@ -155,6 +164,16 @@ def _record(path: str, entry: Mapping[str, Any]) -> Record:
     is_gpt = entry["names"] == "gpt"
     left_out, beside = tuple(entry["left_out"]), tuple(entry.get("beside", ()))
     return Record(path, applied, is_gpt, Base.of(entry["base"]), left_out, beside)
+
+
+def method_entry(method: AdapterMethod) -> dict[str, Any]:
+    """Return the description of a method."""
+    return {"lora": _plain(settings_of(method))}
+
+
+def _method(entry: Mapping[str, Any]) -> AdapterMethod:
+    # Adapters fit the base in any precision. Tools read the base's own values.
+    return method_of({**entry["lora"], "base": None})
 
 
 def _plain(value: Any) -> Any:

@@ -7,20 +7,28 @@ to the names of similar models in ``transformers`` (Llama, Mistral, Qwen). ``to_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.layers.adapters.adapter_layers import ALL_ROWS, adapted_layers
+from megatron_lightning.layers.adapters.part import AdapterKind, Delta
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.peft.folder_targets import FolderTargets
-from megatron_lightning.peft.lora import PARTS, AppliedLoRA, FusedRows, LoRA, applied_to
 from megatron_lightning.peft.matching import is_divided
+from megatron_lightning.peft.methods.method import (
+    PARTS,
+    AdapterMethod,
+    AppliedAdapters,
+    FusedRows,
+    applied_to,
+)
 
 _GPT_LAYERS, _HF_LAYERS = "decoder.layers.", "model.layers."
 _GPT_NAMES: Mapping[tuple[str, str], str] = MappingProxyType(
@@ -45,26 +53,53 @@ _GPT_SAVED: Mapping[str, str] = MappingProxyType(
 )
 
 
-class Factors(NamedTuple):
-    """An adapter."""
+@dataclass(frozen=True)
+class SavedPart:
+    """An adapter of one matrix."""
 
-    lora_A: Tensor
-    """[r, in], or of stacked experts [E, r, in]."""
-    lora_B: Tensor
-    """[out, r], or [E, out, r]."""
-    scale: float
-    magnitude: Tensor | None = None
-    """Lengths of the rows [out]. None: no DoRA."""
+    kind: AdapterKind
+    tensors: Mapping[str, Tensor]
+    """Full values, by the names of the part's parameters."""
+    scale: float = 1.0
 
     @property
     def rank(self) -> int:
         """Features between the factors."""
-        return self.lora_A.shape[-2]
+        return self.kind.rank(self.tensors)
 
     @property
     def num_experts(self) -> int:
         """Number of experts in the stacked factors. 0: not stacked."""
-        return len(self.lora_A) if self.lora_A.ndim == 3 else 0
+        return self.kind.num_experts(self.tensors)
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """Trained lengths [out] of the rows of the sum. None: not trained."""
+        return self.kind.lengths(self.tensors)
+
+    def delta(self) -> Delta:
+        """Return the factors of what is added to the matrix."""
+        return self.kind.delta(self.tensors, self.scale)
+
+    def blank(self, num_rows: int) -> SavedPart:
+        """Return an adapter of a matrix with ``num_rows`` and the same input that adds nothing."""
+        return self._with(
+            lambda name, tensor: (
+                tensor.new_zeros(num_rows, *tensor.shape[1:])
+                if name in self.kind.of_rows
+                else tensor.clone()
+            )
+        )
+
+    def of_rows(self, rows: Callable[[Tensor], Tensor]) -> SavedPart:
+        """Return the adapter of some rows of the matrix, which ``rows`` picks."""
+        return self._with(
+            lambda name, tensor: rows(tensor) if name in self.kind.of_rows else tensor
+        )
+
+    def _with(self, change: Callable[[str, Tensor], Tensor]) -> SavedPart:
+        tensors = {name: change(name, tensor) for name, tensor in self.tensors.items()}
+        return replace(self, tensors=tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,19 +140,21 @@ class Base:
 class SavedAdapters:
     """The adapters of a model."""
 
-    layers: dict[str, dict[str, Factors]]
+    layers: dict[str, dict[str, SavedPart]]
     """Path of a layer -> part -> adapter."""
-    lora: LoRA
+    method: AdapterMethod
     """Configuration of the adapters."""
+    kind: AdapterKind
+    """Kind of all adapters."""
     targets: tuple[str, ...]
-    """Names of the adapted layers. See :class:`AppliedLoRA`."""
+    """Names of the adapted layers. See :class:`AppliedAdapters`."""
     fused: Mapping[str, FusedRows] = field(default_factory=dict)
-    """See :class:`AppliedLoRA`."""
+    """See :class:`AppliedAdapters`."""
     saved: dict[str, Tensor] = field(default_factory=dict)
     """Name -> trained parameter or buffer of ``modules_to_save``. A tied weight has an entry for
     each of its names."""
     modules: tuple[str, ...] = ()
-    """Ends of the paths of the saved modules. See :class:`AppliedLoRA`. Empty: unknown."""
+    """Ends of the paths of the saved modules. See :class:`AppliedAdapters`. Empty: unknown."""
     task: str | None = "CAUSAL_LM"
     """``task_type`` of the model in ``peft``."""
     base: Base = Base()
@@ -128,31 +165,29 @@ class SavedAdapters:
 
     @classmethod
     def of_state(
-        cls, state: Mapping[str, Tensor], applied: AppliedLoRA, base: Base, *, is_gpt: bool
+        cls, state: Mapping[str, Tensor], applied: AppliedAdapters, base: Base, *, is_gpt: bool
     ) -> SavedAdapters:
         """Return the adapters in a state dict of the adapted model, full tensors by name."""
-        layers: dict[str, dict[str, Factors]] = {}
+        tensors: dict[tuple[str, str], dict[str, Tensor]] = {}
         other_tensors = {}
         for name, tensor in state.items():
             path, separator, name_inside = name.partition(".adapters.")
             if not separator:
                 other_tensors[name] = tensor
-            # A names the layer. B and lengths are read along with it.
-            elif name_inside.endswith(".lora_A.weight"):
-                part = name_inside.removesuffix(".lora_A.weight")
-                second = state[f"{path}.adapters.{part}.lora_B.weight"]
-                lengths = state.get(f"{path}.adapters.{part}.lora_magnitude.weight")
-                if tensor.ndim > 2 and part != ALL_ROWS:  # a parameter of a module of experts
-                    path, part = f"{path}.{part}", ALL_ROWS
-                layers.setdefault(path, {})[part] = Factors(
-                    tensor,
-                    second,
-                    applied.lora.scale_of(path),
-                    None if lengths is None else lengths.flatten(),
-                )
+                continue
+            part, _, parameter = name_inside.partition(".")
+            tensors.setdefault((path, part), {})[parameter] = tensor
+        layers: dict[str, dict[str, SavedPart]] = {}
+        for (owner, name), own_tensors in tensors.items():
+            path, part = owner, name
+            if applied.kind.num_experts(own_tensors) and name != ALL_ROWS:
+                path, part = f"{owner}.{name}", ALL_ROWS  # a parameter of a module of experts
+            scale = applied.method.scale_of(path)
+            layers.setdefault(path, {})[part] = SavedPart(applied.kind, own_tensors, scale)
         return cls(
             layers=layers,
-            lora=applied.lora,
+            method=applied.method,
+            kind=applied.kind,
             targets=applied.targets,
             fused=applied.fused,
             saved=other_tensors,
@@ -162,18 +197,27 @@ class SavedAdapters:
             is_gpt=is_gpt,
         )
 
+    def fitted(self, largest: tuple[int, int]) -> SavedAdapters:
+        """Return the adapters for a base whose adapted matrices are at most ``largest``."""
+        kind = self.kind.fitted(largest)
+        if kind is self.kind:
+            return self
+        layers = {
+            path: {name: replace(part, kind=kind) for name, part in parts.items()}
+            for path, parts in self.layers.items()
+        }
+        return replace(self, kind=kind, layers=layers)
+
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor by the names in the adapted model."""
         for path, parts in self.layers.items():
-            for part, factors in parts.items():
-                prefix = f"{path}.adapters.{part}"
-                if factors.num_experts and not self.is_gpt:
-                    owner, _, parameter = path.rpartition(".")
-                    prefix = f"{owner}.adapters.{parameter}"
-                yield f"{prefix}.lora_A.weight", factors.lora_A
-                yield f"{prefix}.lora_B.weight", factors.lora_B
-                if factors.magnitude is not None:
-                    yield f"{prefix}.lora_magnitude.weight", factors.magnitude[:, None]
+            for name, part in parts.items():
+                prefix = f"{path}.adapters.{name}"
+                if part.num_experts and not self.is_gpt:
+                    owner, _, stack = path.rpartition(".")
+                    prefix = f"{owner}.adapters.{stack}"
+                for parameter, tensor in part.tensors.items():
+                    yield f"{prefix}.{parameter}", tensor
         yield from self.saved.items()
 
 
@@ -226,10 +270,10 @@ def to_hugging_face(own: SavedAdapters) -> SavedAdapters:
     """
     if not own.is_gpt:
         return own
-    layers: dict[str, dict[str, Factors]] = {}
+    layers: dict[str, dict[str, SavedPart]] = {}
     for path, parts in own.layers.items():
-        for part, factors in _split(path, parts, own.fused).items():
-            layers[_hf_path(path, part)] = {ALL_ROWS: factors}
+        for name, part in _split(path, parts, own.fused).items():
+            layers[_hf_path(path, name)] = {ALL_ROWS: part}
     unknown = [name for name in own.saved if name not in _GPT_SAVED]
     if unknown:
         raise ConfigError(
@@ -256,7 +300,7 @@ def to_gpt(theirs: SavedAdapters, model: GPTModel) -> SavedAdapters:
         CheckpointError: If a layer has no counterpart.
     """
     back = {name: key for key, name in _GPT_NAMES.items()}
-    layers: dict[str, dict[str, Factors]] = {}
+    layers: dict[str, dict[str, SavedPart]] = {}
     for path, parts in theirs.layers.items():
         number, _, layer = path.removeprefix(_HF_LAYERS).partition(".")
         if not path.startswith(_HF_LAYERS) or layer not in back:
@@ -286,7 +330,9 @@ def hf_paths(model: GPTModel) -> Iterator[str]:
                 yield f"{_HF_LAYERS}{number}.{name}"
 
 
-def _with_all_parts(path: str, parts: Mapping[str, Factors], model: GPTModel) -> dict[str, Factors]:
+def _with_all_parts(
+    path: str, parts: Mapping[str, SavedPart], model: GPTModel
+) -> dict[str, SavedPart]:
     """Return the parts of a layer in order, with zeros for missing parts."""
     if ALL_ROWS in parts:
         return dict(parts)
@@ -301,7 +347,7 @@ def _with_all_parts(path: str, parts: Mapping[str, Factors], model: GPTModel) ->
             "the queries (attention_output_gate), and the folder has none or both in one. Train "
             "the untouched model (HuggingFaceModule)."
         )
-    if first.magnitude is not None and missing_parts:
+    if first.lengths is not None and missing_parts:
         raise CheckpointError(
             f"the folder adapts {', '.join(parts)} of {path} with use_dora, and not "
             f"{', '.join(missing_parts)}, whose rows have the lengths of the base. Adapt all parts "
@@ -310,31 +356,25 @@ def _with_all_parts(path: str, parts: Mapping[str, Factors], model: GPTModel) ->
     complete = {}
     for part, size in zip(part_names, rows, strict=True):
         out = size * (layer.out_features // sum(rows))
-        zeros = torch.zeros(out, first.rank, dtype=first.lora_B.dtype)
-        complete[part] = parts.get(part) or Factors(first.lora_A.clone(), zeros, first.scale)
+        complete[part] = parts.get(part) or first.blank(out)
     return complete
 
 
 def _split(
-    path: str, parts: Mapping[str, Factors], fused: Mapping[str, FusedRows]
-) -> dict[str, Factors]:
+    path: str, parts: Mapping[str, SavedPart], fused: Mapping[str, FusedRows]
+) -> dict[str, SavedPart]:
     """Return an adapter for each matrix of a layer. Matrices of a single common adapter share A."""
     if path not in fused or ".experts." in path:
         return dict(parts)
     rows, num_periods = fused[path]
-    fused_factors = parts[ALL_ROWS]
 
-    def split(tensor: Tensor) -> list[Tensor]:
+    def rows_of(tensor: Tensor, number: int) -> Tensor:
         periods = torch.split(tensor.view(num_periods, sum(rows), -1), list(rows), dim=1)
-        return [part.flatten(0, 1).contiguous() for part in periods]
+        return periods[number].flatten(0, 1).contiguous()
 
-    lengths: list[Tensor | None] = [None] * len(rows)
-    if fused_factors.magnitude is not None:
-        lengths = [part.flatten() for part in split(fused_factors.magnitude)]
-    pieces = zip(PARTS[len(rows)], split(fused_factors.lora_B), lengths, strict=True)
     return {
-        name: Factors(fused_factors.lora_A, b, fused_factors.scale, magnitude)
-        for name, b, magnitude in pieces
+        name: parts[ALL_ROWS].of_rows(partial(rows_of, number=number))
+        for number, name in enumerate(PARTS[len(rows)])
     }
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,9 @@ from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.layers.adapters.adapter_layers import (
     ALL_ROWS,
     Adapters,
-    LowRankAdapter,
     adapted_layers,
 )
-from megatron_lightning.layers.adapters.magnitude import magnitude_of
+from megatron_lightning.layers.adapters.part import AdapterPart
 from megatron_lightning.layers.adapters.stacked_adapters import StackedAdapters
 from megatron_lightning.models.plans.hf_plans import transformers_models
 from megatron_lightning.models.transformer import GPTModel
@@ -26,9 +25,9 @@ from megatron_lightning.parallel.shards.digest import as_text, digest_of_tensors
 from megatron_lightning.parallel.shards.spec import Shard
 from megatron_lightning.peft import folder
 from megatron_lightning.peft.fitting import check_trainable, fitted
-from megatron_lightning.peft.lora import LoRA, applied_to
+from megatron_lightning.peft.methods.method import AdapterMethod, applied_to
 from megatron_lightning.peft.record import EXPECTED_BASE, Record, base_of, read_records
-from megatron_lightning.peft.saved import Factors, SavedAdapters, adapters_of_module
+from megatron_lightning.peft.saved import SavedAdapters, SavedPart, adapters_of_module
 from megatron_lightning.precision.served.qat import Record as Rounded
 from megatron_lightning.precision.served.qat import described, qat_of, read_qat
 
@@ -173,7 +172,7 @@ def load_adapters(module: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
         # The strategy compares when the weights are read.
         model.__dict__[EXPECTED_BASE] = adapters.base
     if not adapted_layers(model):
-        _exactly(adapters).apply(model)
+        _exactly(adapters).apply(model, adapters.kind)
     _fill(model, adapters, str(path))
     return module
 
@@ -204,25 +203,8 @@ def _place_of(module: nn.Module) -> str:
     return paths[0] if paths else ""
 
 
-def with_exact_scales(own: SavedAdapters) -> LoRA:
-    """Return the configuration of adapters, with the ranks and scales of single layers as patterns
-    of full paths, whatever patterns made them.
-    """
-    ranks, alphas = {}, {}
-    for path, parts in own.layers.items():
-        first = next(iter(parts.values()))
-        key = re.escape(path)
-        root = first.rank**0.5 if own.lora.use_rslora else first.rank
-        if first.rank != own.lora.r:
-            ranks[key] = first.rank
-        if abs(first.scale * root - own.lora.lora_alpha) > 1e-9 * abs(own.lora.lora_alpha):
-            alphas[key] = first.scale * root
-    return replace(own.lora, base=None, rank_pattern=ranks, alpha_pattern=alphas)
-
-
-def _exactly(own: SavedAdapters) -> LoRA:
-    """Return the LoRA for exactly these layers, with the ranks and scales of the adapters."""
-    modules = sorted({name.rpartition(".")[0] for name in own.saved})
+def _exactly(own: SavedAdapters) -> AdapterMethod:
+    """Return the method for exactly these layers, with the ranks and scales of the adapters."""
     stacked = {
         target
         for target in own.targets
@@ -233,12 +215,13 @@ def _exactly(own: SavedAdapters) -> LoRA:
             if ALL_ROWS in parts and (path == target or path.endswith(f".{target}"))
         )
     }
+    options: dict[str, Any] = {"target_parameters": sorted(stacked)} if stacked else {}
     return replace(
-        with_exact_scales(own),
+        own.method.exactly(own),
         target_modules=[target for target in own.targets if target not in stacked],
-        target_parameters=sorted(stacked),
         exclude_modules=(),
-        modules_to_save=modules,
+        modules_to_save=sorted({name.rpartition(".")[0] for name in own.saved}),
+        **options,
     )
 
 
@@ -254,38 +237,42 @@ def _fill(model: nn.Module, own: SavedAdapters, path: str) -> None:
             f"target_modules of LoRA to {list(own.targets)[:6]}."
         )
     for layer, (adapters, parts) in layers.items():
-        for part, adapter in parts.items():
+        for name, part in parts.items():
             stacked = isinstance(adapters, StackedAdapters)
-            factors: Factors | None = own.layers[layer].get(ALL_ROWS if stacked else part)
-            if factors is None or factors.lora_A.shape != adapter.lora_A.weight.shape:
-                raise CheckpointError(
-                    f"{path} has other adapters of {layer} than {type(model).__name__}: rank "
-                    f"{'none' if factors is None else factors.rank} of {part}, not "
-                    f"{adapter.lora_A.weight.shape[-2]}. Set r, rank_pattern and fused of LoRA as "  # type: ignore[index]
-                    "they were, or load them into a model without adapters."
-                )
-            if abs(factors.scale - adapter.scale) > 1e-6 * abs(factors.scale):
-                raise CheckpointError(
-                    f"{path} multiplies the adapters of {layer} by {factors.scale:g}, and "
-                    f"{type(model).__name__} by {adapter.scale:g}. Set lora_alpha and use_rslora "
-                    "of LoRA as they were."
-                )
-            _put(adapters, f"{part}.lora_A.weight", factors.lora_A)
-            _put(adapters, f"{part}.lora_B.weight", factors.lora_B)
-            if (factors.magnitude is None) != (magnitude_of(adapter) is None):
-                raise CheckpointError(
-                    f"{path} has adapters {'without' if factors.magnitude is None else 'with'} "
-                    f"trained lengths of rows, unlike {type(model).__name__}. Set use_dora of LoRA "
-                    "as it was."
-                )
-            if factors.magnitude is not None:
-                _put(adapters, f"{part}.lora_magnitude.weight", factors.magnitude[:, None])
+            theirs = own.layers[layer].get(ALL_ROWS if stacked else name)
+            where = f"{layer} ({name})"
+            _check_like(part, theirs, f"{path} has adapters of {where}", type(model).__name__)
+            for parameter, tensor in theirs.tensors.items() if theirs is not None else ():
+                _put(adapters, f"{name}.{parameter}", tensor)
     _put_saved(model, own.saved, path)
 
 
-def _parts_of(model: nn.Module) -> dict[str, tuple[Adapters, dict[str, LowRankAdapter]]]:
+def _check_like(part: AdapterPart, theirs: SavedPart | None, what: str, model: str) -> None:
+    """Check that an adapter has the tensors and the scale of a saved one.
+
+    Raises:
+        CheckpointError: If not.
+    """
+    own = {name: tuple(tensor.shape) for name, tensor in part.tensors().items()}
+    saved = {} if theirs is None else {n: tuple(t.shape) for n, t in theirs.tensors.items()}
+    if theirs is None or own != saved:
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in saved.items()) or "none"
+        needed = ", ".join(f"{name} {list(shape)}" for name, shape in own.items())
+        raise CheckpointError(
+            f"{what} with {listed}, and {model} has {needed}. Set the method and its ranks (r, "
+            "rank_pattern, use_dora, fused) as they were, or load them into a model without "
+            "adapters."
+        )
+    if abs(theirs.scale - part.scale) > 1e-6 * abs(theirs.scale):
+        raise CheckpointError(
+            f"{what} multiplied by {theirs.scale:g}, and {model} multiplies by {part.scale:g}. Set "
+            "lora_alpha and use_rslora of LoRA as they were."
+        )
+
+
+def _parts_of(model: nn.Module) -> dict[str, tuple[Adapters, dict[str, AdapterPart]]]:
     """Return path of a layer, or of a parameter of experts -> adapters and the parts of it."""
-    parts_of_layers: dict[str, tuple[Adapters, dict[str, LowRankAdapter]]] = {}
+    parts_of_layers: dict[str, tuple[Adapters, dict[str, AdapterPart]]] = {}
     for path, adapters in adapted_layers(model).items():
         if isinstance(adapters, StackedAdapters):
             for name, part in adapters.parts.items():

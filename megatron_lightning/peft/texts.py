@@ -21,7 +21,7 @@ _TOKENIZER = "tokenizer"
 _CARD = """---
 base_model: {base}
 library_name: {library}
-tags: [lora, megatron_lightning]
+tags: [{tag}, megatron_lightning]
 ---
 
 # {name}
@@ -32,9 +32,9 @@ tags: [lora, megatron_lightning]
 _USE_ADAPTERS = """
 Load them with `peft.PeftModel.from_pretrained(model, folder)`, or serve them with vLLM:
 `--enable-lora --max-lora-rank {rank}`."""
-_USE_DORA = """
-Load them with `peft.PeftModel.from_pretrained(model, folder)`. vLLM does not serve DoRA: merge them
-into the base by `megatron-lightning adapters merge`."""
+_USE_MERGED = """
+Load them with `peft.PeftModel.from_pretrained(model, folder)`. vLLM does not serve {label}: merge
+them into the base by `megatron-lightning adapters merge`."""
 
 
 def stops(files: Mapping[str, bytes], template: str | None = None) -> dict[str, bytes]:
@@ -78,13 +78,17 @@ def _ends(files: Mapping[str, bytes]) -> tuple[int, ...]:
 def card(own: SavedAdapters, name: str, *, merged: bool) -> dict[str, bytes]:
     """Return a model card."""
     ranks = {factors.rank for parts in own.layers.values() for factors in parts.values()}
-    rank = max(ranks, default=own.lora.r)
-    use = _USE_DORA if own.lora.use_dora else _USE_ADAPTERS
+    rank = max(ranks, default=0)
+    label = own.method.label
+    use = _USE_ADAPTERS if own.method.is_served else _USE_MERGED.format(label=label)
     text = _CARD.format(
         base=own.base.origin or "an unnamed base",
         library="transformers" if merged else "peft",
         name=name,
-        what="The sum of the weights and of adapters (LoRA)" if merged else "Adapters (LoRA)",
+        what=f"The sum of the weights and of adapters ({label})"
+        if merged
+        else f"Adapters ({label})",
+        tag=own.method.peft_type.lower(),
         rank=rank,
         layers=len(own.layers),
         use="" if merged else use.format(rank=rank),

@@ -193,8 +193,8 @@ def _adapters(given: Any, errors: Errors) -> AdapterSizes | None:
     _, arguments = read_object(given, "model", errors)
     if arguments.get("peft") is None:
         return None
-    _, options = read_object(arguments["peft"], "model.peft", errors)
-    return errors.attempt(AdapterSizes.of_options, options)
+    path, options = read_object(arguments["peft"], "model.peft", errors)
+    return errors.attempt(AdapterSizes.of_options, options, path)
 
 
 def _step(given: Any, errors: Errors) -> dict[str, Any]:

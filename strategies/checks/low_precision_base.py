@@ -7,7 +7,7 @@ from torch import nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.shards.stored_weight import stored_weights
-from megatron_lightning.peft.lora import LoRA, applied_to
+from megatron_lightning.peft.methods.method import AdapterMethod, applied_to
 from megatron_lightning.step.options import StrategyOptions
 from megatron_lightning.strategies.checkpoint.finetuning import announces_unfreezing
 from megatron_lightning.strategies.fp8 import quantizing
@@ -15,10 +15,10 @@ from megatron_lightning.strategies.fp8 import quantizing
 
 def base_formats(module: nn.Module) -> set[str]:
     """Return the formats of the frozen bases in a module, built or still to be built."""
-    loras = [applied.lora for applied in applied_to(module).values()]
-    own_lora = getattr(module, "peft", None)
-    loras += [own_lora] if isinstance(own_lora, LoRA) else []
-    return {lora.base for lora in loras if lora.base is not None}
+    methods = [applied.method for applied in applied_to(module).values()]
+    own_method = getattr(module, "peft", None)
+    methods += [own_method] if isinstance(own_method, AdapterMethod) else []
+    return {method.base for method in methods if method.base is not None}
 
 
 def check_base(options: StrategyOptions, module: nn.Module, trainer: pl.Trainer | None) -> None:

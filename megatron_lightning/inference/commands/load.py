@@ -59,9 +59,10 @@ from megatron_lightning.inference.engine.text_model import TextModel
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.grid.context import ALONE, ParallelContext
 from megatron_lightning.parallel.grid.layout import ParallelLayout
-from megatron_lightning.peft import LoRA, load_adapters
+from megatron_lightning.peft import load_adapters
 from megatron_lightning.peft.base_digest import check_loaded_base
-from megatron_lightning.peft.lora import applied_to
+from megatron_lightning.peft.methods.method import applied_to
+from megatron_lightning.peft.methods.table import method_of
 from megatron_lightning.peft.record import read_records
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules import resolve
@@ -159,9 +160,9 @@ def _check_base(source: CheckpointSource, checkpoint: str) -> None:
 def _of_checkpoint(source: CheckpointSource, saved: Mapping[str, Any]) -> SavedModel:
     config = config_of_checkpoint(saved["config"])
     records = read_records(source.state(), "the checkpoint")
-    lora = next((record.applied.lora for record in records), None)
-    if lora is None and saved.get("peft") is not None:  # saved by Lightning's own strategy
-        lora = LoRA(**saved["peft"])
+    adapters = next((record.applied.method for record in records), None)
+    if adapters is None and saved.get("peft") is not None:  # saved by Lightning's own strategy
+        adapters = method_of(saved["peft"])
 
     trained = next(iter(read_qat(source.state(), "the checkpoint").values()), None)
 
@@ -170,11 +171,11 @@ def _of_checkpoint(source: CheckpointSource, saved: Mapping[str, Any]) -> SavedM
             model: nn.Module = GPTModel(config)
             if trained is not None:
                 trained.apply(model)
-            return model if lora is None else lora.apply(model)
+            return model if adapters is None else adapters.apply(model)
 
     def fill(model: nn.Module, part: Part, context: ParallelContext) -> None:
         state = ModuleState(model, part, context)
-        names = state.local_tensors() if lora is None else ()
+        names = state.local_tensors() if adapters is None else ()
         loaded_apart = {name for name in names if ".adapters." in name}
         state.load_module(source, prefix=_PREFIX, left_out=loaded_apart)
 

@@ -1,18 +1,10 @@
-"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685), as children of the adapted layers.
+"""Adapters as children of the adapted layers, by any method (LoRA, DoRA, VeRA).
 
-With x [..., in] and h = A x [..., r], an adapted layer returns y + scale B h. The layer keeps its
-class, parameter names and computation (an engine, quantized GEMMs). A forward hook adds the output
-of the child ``adapters``.
+An adapted layer returns y plus the output of the child ``adapters``, which a forward hook adds. The
+layer keeps its class, parameter names and computation (an engine, quantized GEMMs).
 
-    q_proj.weight                        [out, in], frozen
-    q_proj.adapters.all.lora_A.weight    [r, in]
-    q_proj.adapters.all.lora_B.weight    [out, r]
-
-With DoRA (https://arxiv.org/abs/2402.09353) the rows of W + scale B A have trained lengths:
-
-    q_proj.adapters.all.lora_magnitude.weight    [out, 1]
-
-See :mod:`megatron_lightning.layers.adapters.magnitude`.
+    q_proj.weight                      [out, in], frozen
+    q_proj.adapters.all.<parameter>    see :mod:`megatron_lightning.layers.adapters.part`
 
 A layer may fuse several matrices in a weight (query, key and value, or gate and up). Such a layer
 has one adapter for all rows, or an adapter for each matrix: ``linear_qkv.adapters.q``, ``.k``,
@@ -22,7 +14,6 @@ has one adapter for all rows, or an adapter for each matrix: ``linear_qkv.adapte
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -32,52 +23,13 @@ from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.adapters.magnitude import has_magnitude, scaled_output
-from megatron_lightning.layers.dropout import Dropout
+from megatron_lightning.layers.adapters.part import AdapterPart
 from megatron_lightning.parallel.shards.attachments import Attachment
 
 ALL_ROWS = "all"
 """Name of an adapter of all rows of a weight."""
 _CHILD = "adapters"
 _ROW_DIMS = 3  # of the inputs of layers: batch, sequence and features
-
-
-class LowRankAdapter(nn.Module):
-    """scale * B A x.
-
-    Args:
-        lora_A: Linear layer(s) from the input to r features.
-        lora_B: Linear layer(s) from r features to the output.
-        scale: Factor of the product.
-        dropout: Probability of a zero in the input.
-        lora_magnitude: Holds the trained lengths of the weight's rows, as a linear layer from one
-            feature. None: no DoRA.
-    """
-
-    def __init__(
-        self,
-        lora_A: nn.Module,
-        lora_B: nn.Module,
-        *,
-        scale: float,
-        dropout: float = 0.0,
-        lora_magnitude: nn.Module | None = None,
-    ) -> None:
-        super().__init__()
-        self.dropout = Dropout(dropout)
-        self.lora_A = lora_A
-        self.lora_B = lora_B
-        if lora_magnitude is not None:
-            self.lora_magnitude = lora_magnitude
-        self.scale = scale
-
-    def forward(self, x: Tensor, *counts: Tensor) -> Tensor:
-        """Map x [..., in] to [..., out]. ``counts`` [E]: rows of each expert."""
-        out: Tensor = self.lora_B(self.lora_A(self.dropout(x), *counts), *counts)
-        return out * self.scale
-
-    def extra_repr(self) -> str:
-        """Return the scale, for ``print``."""
-        return f"scale={self.scale:g}"
 
 
 class Adapters(Attachment):
@@ -90,9 +42,7 @@ class Adapters(Attachment):
             follow each other.
     """
 
-    def __init__(
-        self, parts: Mapping[str, LowRankAdapter], path: str, *, num_groups: int = 0
-    ) -> None:
+    def __init__(self, parts: Mapping[str, AdapterPart], path: str, *, num_groups: int = 0) -> None:
         super().__init__()
         self.enabled = True
         """False: the layer computes without adapters."""
@@ -116,30 +66,22 @@ class Adapters(Attachment):
                     self.init_weights(name, parameter)
 
     @property
-    def parts(self) -> dict[str, LowRankAdapter]:
+    def parts(self) -> dict[str, AdapterPart]:
         """Name -> adapter."""
         children = self.named_children()
-        return {name: child for name, child in children if isinstance(child, LowRankAdapter)}
+        return {name: child for name, child in children if isinstance(child, AdapterPart)}
 
     def init_weights(self, name: str, tensor: Tensor) -> None:
-        """Fill the full parameter ``name``.
-
-        A is uniform in ±1/sqrt(in), like in ``nn.Linear`` and ``peft``, from a generator seeded by
-        the name. B is zero. Lengths of rows are filled when the weight is there (``magnitude``).
-        Loaded adapters use ``initial`` instead.
+        """Fill the full parameter ``name`` as the part's method does, from a generator seeded by
+        the name. Loaded adapters use ``initial`` instead.
         """
         if name in self.initial:
             tensor.copy_(self.initial[name])
             return
-        if "lora_A" not in name:
-            tensor.zero_()
-            return
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         draws = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        bound = 1 / math.sqrt(tensor.shape[-1])
-        # Equal draws for all dtypes and devices, also where new tensors are on a GPU or meta.
-        values = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
-        tensor.copy_(values.uniform_(-bound, bound, generator=draws))
+        part, _, own_name = name.partition(".")
+        self.parts[part].initialize(own_name, tensor, draws)
 
     def forward(self, x: Tensor, *counts: Tensor) -> Tensor:
         """Map the layer's input x [..., in] to the addition to the layer's output [..., out]."""

@@ -23,19 +23,14 @@ from megatron_lightning.parallel.shards.stored_weight import StoredWeight
 
 if TYPE_CHECKING:
     from megatron_lightning.layers.adapters.adapter_layers import Adapters
+    from megatron_lightning.layers.adapters.part import AdapterPart
 
-_CHILD = "lora_magnitude"
 _FILLED = "_has_magnitudes"
-
-
-def magnitude_of(part: nn.Module) -> nn.Module | None:
-    """Return the module with the lengths of an adapter's rows. None: no DoRA."""
-    return part._modules.get(_CHILD)
 
 
 def has_magnitude(adapters: Adapters) -> bool:
     """Return whether the rows of the adapted weight have trained lengths."""
-    return any(magnitude_of(part) is not None for part in adapters.parts.values())
+    return any(part.lengths is not None for part in adapters.parts.values())
 
 
 def scaled_output(layer: nn.Module, adapters: Adapters, output: Tensor, delta: Tensor) -> Tensor:
@@ -63,18 +58,16 @@ def scaled_output(layer: nn.Module, adapters: Adapters, output: Tensor, delta: T
     return factors * (output - bias + delta.to(output.dtype)) + bias
 
 
-def _lengths(part: nn.Module) -> Tensor:
-    lengths: Tensor = part.lora_magnitude.weight  # type: ignore[union-attr,assignment]
+def _lengths(part: AdapterPart) -> Tensor:
+    lengths: Tensor = part.lengths.weight  # type: ignore[union-attr,assignment]
     return lengths.squeeze(-1)
 
 
 def _norms(layer: nn.Module, adapters: Adapters) -> Tensor:
     """Return the norms of the rows of W + scale B A that this rank computes, in fp32."""
-    products = [
-        # [in, out], so that parts are joined along the last dim, as their outputs are
-        part.scale * (_matrix(part.lora_A).t() @ _matrix(part.lora_B).t())
-        for part in adapters.parts.values()
-    ]
+    deltas = (part.delta() for part in adapters.parts.values())
+    # [in, out], so that parts are joined along the last dim, as their outputs are
+    products = [delta.first.t() @ delta.second.t() for delta in deltas]
     return _row_norms(layer, _values(layer.weight) + adapters.joined(products).t())
 
 
@@ -95,12 +88,6 @@ def _full_values(weight: Any) -> Tensor:
         local, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride()
     )
     return shards.full_tensor()
-
-
-def _matrix(factor: Any) -> Tensor:
-    """Return the weight of a factor in fp32."""
-    weight: Tensor = factor.weight
-    return weight.float()
 
 
 def _row_norms(layer: nn.Module, weight: Tensor) -> Tensor:
@@ -124,7 +111,7 @@ def fill_magnitudes(module: nn.Module) -> None:
         parts = {
             name: part
             for name, part in getattr(adapters, "parts", {}).items()
-            if magnitude_of(part) is not None
+            if part.lengths is not None
         }
         if not parts:
             continue
@@ -136,9 +123,10 @@ def fill_magnitudes(module: nn.Module) -> None:
         # Norms are of full rows, which FSDP2's shards cut.
         norms = _parts_of(adapters, _row_norms(layer, _full_values(weight)), [*parts.values()])
         for (name, part), norm in zip(parts.items(), norms, strict=True):
-            if f"{name}.{_CHILD}.weight" in cast(Any, adapters).initial:
+            target = part.lengths.weight
+            own_name = next(n for n, p in part.named_parameters() if p is target)
+            if f"{name}.{own_name}" in cast(Any, adapters).initial:
                 continue
-            target = part.lora_magnitude.weight
             values = norm[:, None].to(target.dtype)
             if isinstance(target, DTensor):
                 values = distribute_tensor(values, target.device_mesh, target.placements)
@@ -147,7 +135,7 @@ def fill_magnitudes(module: nn.Module) -> None:
 
 def _parts_of(adapters: Any, rows: Tensor, parts: list[Any]) -> list[Tensor]:
     """Split values of the layer's rows [out] into values of each part's rows."""
-    sizes = [part.lora_B.weight.shape[0] for part in parts]
+    sizes = [part.lengths.weight.shape[0] for part in parts]
     if not adapters.num_groups:
         return list(torch.split(rows, sizes))
     grouped = rows.view(adapters.num_groups, -1)

@@ -35,10 +35,14 @@ class StackedAdapters(Adapters):
             weight: Any = module._parameters[name]
             if isinstance(weight, StoredWeight):
                 weight = weight.dequantized()
-            second: Any = part.lora_B.weight
-            first: Any = part.lora_A.weight
+            [first], [second] = (map(_weight, layers) for layers in (part.inputs, part.outputs))
             result[name] = add_products(weight, second, first, part.scale)
         return result
+
+
+def _weight(layer: Any) -> Tensor:
+    weight: Tensor = layer.weight
+    return weight
 
 
 def is_stack(module: nn.Module, name: str) -> bool:

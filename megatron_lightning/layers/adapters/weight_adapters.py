@@ -37,10 +37,8 @@ def summed(layer: nn.Module, weight: Tensor) -> Tensor:
     adapters = _enabled(layer)
     if adapters is None:
         return weight
-    products = [
-        (part.lora_B.weight.float() * part.scale) @ part.lora_A.weight.float()  # type: ignore[operator]
-        for part in adapters.parts.values()
-    ]
+    deltas = (part.delta() for part in adapters.parts.values())
+    products = [delta.second @ delta.first for delta in deltas]
     delta = _joined(products, adapters.num_groups)
     if delta.shape != weight.shape:
         raise ConfigError(
@@ -102,7 +100,7 @@ def set_weight(layer: nn.Module, args: tuple[Any, ...]) -> None:
     factors = [
         _whole(layer, factor, dim)
         for part in adapters.parts.values()
-        for factor, dim in ((part.lora_A, -2), (part.lora_B, -1))
+        for factor, dim in ((part.inputs[0], -2), (part.outputs[0], -1))
     ]
     scales = [part.scale for part in adapters.parts.values()]
     weight: Any = layer._parameters["weight"]

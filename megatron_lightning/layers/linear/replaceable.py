@@ -76,6 +76,8 @@ def has_computed_weight(module: nn.Module) -> bool:
     """Return whether the weight of ``module`` is no parameter: parametrized (weight and spectral
     norm, old and new), or pruned.
     """
+    if getattr(module, "borrows_weight", False):  # and takes its boxes of the full one
+        return False
     return is_parametrized(module) or module._parameters.get("weight") is None
 
 

@@ -1,6 +1,7 @@
 """Division of a layer's adapters by styles, for our adapters and ``peft``'s.
 
-With h = A x [..., r]:
+The modules of an adapter have roles (:mod:`megatron_lightning.layers.adapters.part`). In LoRA, A is
+the input and B the output, with h = A x [..., r]:
 
     column-parallel  B takes the style of W. A is full. Ranks copy or gather h, r numbers a token.
                      The gradient of A is a partial sum under sequence parallelism (A sees a shard
@@ -8,8 +9,8 @@ With h = A x [..., r]:
     row-parallel     A takes the style of W, so that h is reduced, or reduce-scattered. B is full.
                      The gradient of B is a partial sum under sequence parallelism.
 
-The lengths of rows (DoRA) are sharded like the rows of a column-parallel W. Those of a row-parallel
-W are full, and their gradient is a partial sum under sequence parallelism.
+Row factors (lengths of DoRA) are divided as B is. Inner numbers of the r features see what the full
+one of A and B sees, and have its gradient.
 
 A fused layer has an adapter for all rows, sharded like W, or an adapter for each matrix in W,
 sharded like the separate matrix.
@@ -25,7 +26,6 @@ from torch import nn
 
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.adapters.adapter_layers import ALL_ROWS, adapters_of
-from megatron_lightning.layers.adapters.magnitude import magnitude_of
 from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.linear.parallel_linear import SharedGroupsLinear
 from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
@@ -33,20 +33,22 @@ from megatron_lightning.parallel.shards.attachments import base_layer
 from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style, take_shards
 from megatron_lightning.parallel.shards.spec import ShardSpec
 
+Modules = tuple[nn.Module, ...]
 
-class Factors(NamedTuple):
-    """One adapter of a layer."""
+
+class Roles(NamedTuple):
+    """One adapter of a layer, by the roles of its modules."""
 
     part: str
     """Name of the matrix in the layer's weight. "all": all rows."""
-    lora_A: nn.Module
-    lora_B: nn.Module
+    inputs: Modules
+    outputs: Modules
     dropout: Dropout
-    lora_magnitude: nn.Module | None = None
-    """Holds the lengths of the weight's rows. None: no DoRA."""
+    inner: Modules = ()
+    row_factors: Modules = ()
 
 
-def factors_of(module: nn.Module) -> list[Factors]:
+def roles_of(module: nn.Module) -> list[Roles]:
     """Return the adapters of a layer, or of the layer inside a ``peft`` wrapper.
 
     Raises:
@@ -55,15 +57,15 @@ def factors_of(module: nn.Module) -> list[Factors]:
     adapters = adapters_of(module)
     if adapters is not None:
         return [
-            Factors(name, part.lora_A, part.lora_B, part.dropout, magnitude_of(part))
+            Roles(name, part.inputs, part.outputs, part.dropout, part.inner, part.row_factors)
             for name, part in adapters.parts.items()
         ]
     if base_layer(module) is module:
         return []
-    return list(_peft_factors(module))
+    return list(_roles_in_peft(module))
 
 
-def _peft_factors(module: nn.Module) -> Iterator[Factors]:
+def _roles_in_peft(module: nn.Module) -> Iterator[Roles]:
     """Yield the adapters in a wrapper of ``peft``."""
     names = {"base_layer", "lora_A", "lora_B", "lora_dropout"}
     other_names = [
@@ -83,7 +85,7 @@ def _peft_factors(module: nn.Module) -> Iterator[Factors]:
         if not isinstance(dropout, Dropout):
             # Replaces torch's dropout, because torch's draws equal numbers for all shards.
             dropouts[name] = Dropout(getattr(dropout, "p", 0.0))
-        yield Factors(ALL_ROWS, lora_A, module.lora_B[name], dropouts[name])  # type: ignore[index,arg-type]
+        yield Roles(ALL_ROWS, (lora_A,), (module.lora_B[name],), dropouts[name])  # type: ignore[index,arg-type]
 
 
 def divide_column(
@@ -105,21 +107,21 @@ def divide_column(
             region.
     """
     shards_tokens = plan.is_sequence_parallel(context) and copies_input
-    for part in factors_of(module):
-        style_of(part.part).apply(part.lora_B, context, plan)
-        if part.lora_magnitude is not None:
-            style_of(part.part).apply(part.lora_magnitude, context, plan)
-            if isinstance(part.lora_magnitude, SharedGroupsLinear):
-                raise ShardingError(
-                    "use_dora is set, and tensor-parallel ranks share the rows of a projection to "
-                    "keys or values, since they outnumber its heads. Leave these layers out by "
-                    "exclude_modules, use rsLoRA, or set tensor_model_parallel_size to at most the "
-                    "number of query groups."
-                )
-        # A is replicated, and each rank's gradient of A comes from its own tokens, or its own rows
-        # of B.
+    for part in roles_of(module):
+        for layer in (*part.outputs, *part.row_factors):
+            style_of(part.part).apply(layer, context, plan)
+        if any(isinstance(layer, SharedGroupsLinear) for layer in part.row_factors):
+            raise ShardingError(
+                "adapters train a number for each row (DoRA, VeRA), and tensor-parallel ranks "
+                "share the rows of a projection to keys or values, since they outnumber its heads. "
+                "Leave these layers out by exclude_modules, use LoRA, or set "
+                "tensor_model_parallel_size to at most the number of query groups."
+            )
+        # Inputs are full, and each rank's gradient of them comes from its own tokens, or its own
+        # rows of the outputs.
         if context.tp.size > 1 and (shards_tokens or not copies_input):
-            partial_over(part.lora_A, context.tp)
+            for layer in (*part.inputs, *part.inner):
+                partial_over(layer, context.tp)
         draw_from_stream(part.dropout, context, sharded=shards_tokens)
 
 
@@ -132,12 +134,12 @@ def divide_row(
     splits_input: bool = False,
 ) -> None:
     """Divide the adapters of a row-parallel layer. ``splits_input``: the input is full."""
-    for part in factors_of(module):
-        style.apply(part.lora_A, context, plan)
+    for part in roles_of(module):
+        for layer in part.inputs:
+            style.apply(layer, context, plan)
         if plan.is_sequence_parallel(context):
-            partial_over(part.lora_B, context.tp)
-            if part.lora_magnitude is not None:
-                partial_over(part.lora_magnitude, context.tp)
+            for layer in (*part.inner, *part.outputs, *part.row_factors):
+                partial_over(layer, context.tp)
         draw_from_stream(part.dropout, context, sharded=context.tp.size > 1 and not splits_input)
 
 
@@ -152,16 +154,18 @@ def divide_experts(
     """Shard the adapters of experts: both factors over ``ep``, and the factor with the sharded
     features over ``etp``. The gradient of the other factor is a partial sum over ``etp``.
     """
-    for part in factors_of(module):
-        sharded, full_factor = part.lora_A, part.lora_B
+    ep = {"size": context.ep.size, "rank": context.ep.rank}
+    for part in roles_of(module):
+        sharded, full_factors = part.inputs, part.outputs
         if divides_output:
-            sharded, full_factor = full_factor, sharded
-        style.apply(sharded, context, plan)
-        shape: tuple[int, ...] = tuple(full_factor.weight.shape)  # type: ignore[arg-type]
-        spec = ShardSpec.split(shape, dim=0, size=context.ep.size, rank=context.ep.rank, axis="ep")
-        take_shards(
-            full_factor, full_factor, {"weight": replace(spec, partial_over=(context.etp.name,))}
-        )
+            sharded, full_factors = full_factors, sharded
+        for factor in sharded:
+            style.apply(factor, context, plan)
+        for factor in full_factors:
+            shape: tuple[int, ...] = tuple(factor.weight.shape)  # type: ignore[arg-type]
+            spec = ShardSpec.split(shape, dim=0, axis="ep", **ep)
+            spec = replace(spec, partial_over=(context.etp.name,))
+            take_shards(factor, factor, {"weight": spec})
 
 
 def divide_tokens(module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> None:
@@ -170,12 +174,10 @@ def divide_tokens(module: nn.Module, context: ParallelContext, plan: ShardingPla
     Under sequence parallelism the layer sees sequence shards.
     """
     shards_tokens = plan.is_sequence_parallel(context)
-    for part in factors_of(module):
+    for part in roles_of(module):
         if shards_tokens:
-            partial_over(part.lora_A, context.tp)
-            partial_over(part.lora_B, context.tp)
-            if part.lora_magnitude is not None:
-                partial_over(part.lora_magnitude, context.tp)
+            for layer in (*part.inputs, *part.inner, *part.outputs, *part.row_factors):
+                partial_over(layer, context.tp)
         draw_from_stream(part.dropout, context, sharded=shards_tokens)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers.styles.adapters import factors_of, partial_over
+from megatron_lightning.layers.styles.adapters import partial_over, roles_of
 from megatron_lightning.layers.styles.regions import map_tensors, reduce_output
 from megatron_lightning.parallel.collectives import copy_to_axis
 from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
@@ -105,14 +105,15 @@ class TensorParallelExperts:
         """Divide the adapters of the parameters: the factor with the split features. The other
         factor's gradient is a partial sum over the ranks.
         """
-        for part in factors_of(module):
-            split, full_factor = part.lora_B, part.lora_A
+        for part in roles_of(module):
+            split, full_factors = part.outputs, part.inputs
             rule = self.splits[part.part]
             if rule.dim % _STACK_DIMS == _STACK_DIMS - 1:  # the input's features
-                split, full_factor = full_factor, split
-            shard_parameters(split, {"weight": rule}, context.tp)
-            if context.tp.size > 1:
-                partial_over(full_factor, context.tp)
+                split, full_factors = full_factors, split
+            for factor in split:
+                shard_parameters(factor, {"weight": rule}, context.tp)
+            for factor in full_factors if context.tp.size > 1 else ():
+                partial_over(factor, context.tp)
 
 
 def _avoid_grouped_gemm(module: nn.Module) -> None:

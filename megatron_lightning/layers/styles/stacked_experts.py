@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.moe.dispatch import AllToAllDispatch, Exchange
 from megatron_lightning.layers.moe.router import Routing
-from megatron_lightning.layers.styles.adapters import factors_of
+from megatron_lightning.layers.styles.adapters import roles_of
 from megatron_lightning.parallel.collectives import gather, scatter
 from megatron_lightning.parallel.grid.context import ALONE, AxisGroup, ParallelContext
 from megatron_lightning.parallel.grid.layout import ParallelLayout
@@ -82,8 +82,8 @@ class DispatchedExperts:
         self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
     ) -> None:
         """Divide the adapters of the experts over ``ep``."""
-        for part in factors_of(module):
-            for factor in (part.lora_A, part.lora_B):
+        for part in roles_of(module):
+            for factor in (*part.inputs, *part.outputs):
                 take_shards(factor, factor, _over_ep(factor, context.ep))
 
 

@@ -17,7 +17,7 @@ from megatron_lightning.models.teacher_student import ReferencePair
 from megatron_lightning.modules.first_adapters import ENTRY, FirstAdapters
 from megatron_lightning.modules.frozen_parameters import FrozenParameters
 from megatron_lightning.modules.objective import ObjectiveModule, Template, template_of
-from megatron_lightning.peft import LoRA
+from megatron_lightning.peft.methods.method import AdapterMethod
 
 Reference = Literal["scores", "adapters", "base", "model"]
 
@@ -117,7 +117,7 @@ class ReferencedModule(ObjectiveModule):
 
 
 def chosen_reference(
-    reference: Reference | None, default: Reference, peft: LoRA | None
+    reference: Reference | None, default: Reference, peft: AdapterMethod | None
 ) -> Reference:
     """Return the reference of a loss that has one.
 
@@ -148,13 +148,15 @@ def chosen_reference(
     return reference
 
 
-def default_reference(peft: LoRA | Mapping[str, Any] | None, other: Reference) -> Reference:
+def default_reference(
+    peft: AdapterMethod | Mapping[str, Any] | None, other: Reference
+) -> Reference:
     """Return the reference of a model with or without adapters, by their options.
 
     Switching adapters off costs no memory, but needs a base that stays as it is. ``other`` is
     always right.
     """
-    options = asdict(peft) if isinstance(peft, LoRA) else peft
+    options = asdict(peft) if isinstance(peft, AdapterMethod) else peft
     return other if options is None or options["modules_to_save"] else "adapters"
 
 

@@ -1,4 +1,4 @@
-"""Bytes of a frozen :class:`GPTModel` with trained adapters (LoRA). No torch here.
+"""Bytes of a frozen :class:`GPTModel` with trained adapters (LoRA, DoRA, VeRA). No torch here.
 
 Of N frozen and T trained parameters on n data-parallel ranks, with weights of w bytes, Adam's two
 moments in fp32, and main params of m bytes (4 or 0):
@@ -9,7 +9,7 @@ moments in fp32, and main params of m bytes (4 or 0):
     fsdp     w N / n + (m or w) T / n             4 T          8 T / n
              + gathered units
 
-With ``base`` of ``LoRA``, data and scales of linear layers and experts take b bytes a weight in the
+With ``base``, data and scales of linear layers and experts take b bytes a weight in the
 place of w. One such weight at a time has values as well.
 
              blockwise     mxfp8         nvfp4
@@ -21,12 +21,14 @@ Tensors with r features are left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from megatron_lightning.config import DataParallel, DataParallelOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.models.blueprint import OUTPUT, Weight, unit_weights
+from megatron_lightning.models.blueprint import OUTPUT, Weight, unit_names, unit_weights
 from megatron_lightning.parallel.grid.grid import RankGrid
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.parallel.shards.patterns import compile_pattern
@@ -43,12 +45,47 @@ _MAIN = 4  # bytes of fp32
 _MOMENTS = 2  # of Adam
 
 
+class _Trained(NamedTuple):
+    """Trained numbers of the adapter of a matrix."""
+
+    inputs: int
+    """Divided like the matrix's columns."""
+    outputs: int
+    """Divided like the matrix's rows."""
+    inner: int = 0
+    """On every rank."""
+
+
+def _low_rank(sizes: AdapterSizes, rows: int, columns: int) -> _Trained:
+    return _Trained(sizes.r * columns, (sizes.r + sizes.use_dora) * rows)
+
+
+def _vectors(sizes: AdapterSizes, rows: int, columns: int) -> _Trained:
+    return _Trained(0, rows, sizes.r)
+
+
+class _Method(NamedTuple):
+    default_rank: int
+    trained: Callable[[AdapterSizes, int, int], _Trained]
+    """Returns the numbers of the adapter of a matrix with rows and columns."""
+    shares: bool = False
+    """Whether layers share frozen projections of the largest matrices."""
+
+
+_METHODS: Mapping[str, _Method] = MappingProxyType({"LoRA": _Method(8, _low_rank)})
+"""Name of a method's class -> counts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdapterSizes:
-    """Adapters of a model, with the names of ``LoRA``."""
+    """Adapters of a model, with the names of their method."""
 
+    method: str = "LoRA"
+    """Name of the method's class."""
     r: int = 8
     """Rank."""
+    use_dora: bool = False
+    """Whether rows have trained lengths."""
     target_modules: str | Sequence[str] = "all-linear"
     """Adapted layers: "all-linear", or names and ends of paths."""
     exclude_modules: str | Sequence[str] = ()
@@ -59,15 +96,23 @@ class AdapterSizes:
     """Format of the frozen weights of linear layers and experts. None: values."""
 
     @classmethod
-    def of_options(cls, options: Mapping[str, object]) -> AdapterSizes:
-        """Return the sizes described by options of ``LoRA``.
+    def of_options(cls, options: Mapping[str, object], path: str = "") -> AdapterSizes:
+        """Return the sizes described by options of a method.
+
+        Args:
+            options: The options.
+            path: Class path of the method. Empty: ``LoRA``.
 
         Raises:
-            ConfigError: For options with sizes unknown to a plan, or an unknown base.
+            ConfigError: For options with sizes unknown to a plan, an unknown method or base.
         """
-        unknown = [
-            name for name in ("rank_pattern", "modules_to_save", "use_dora") if options.get(name)
-        ]
+        method = path.rpartition(".")[2] or "LoRA"
+        if method not in _METHODS:
+            raise ConfigError(
+                f"model.peft is {path}, whose sizes a plan does not know. It knows those of "
+                f"{', '.join(_METHODS)}."
+            )
+        unknown = [name for name in ("rank_pattern", "modules_to_save") if options.get(name)]
         texts = [
             name
             for name in ("target_modules", "exclude_modules")
@@ -78,8 +123,9 @@ class AdapterSizes:
                 f"model.peft sets {', '.join(unknown + texts)}, whose sizes a plan does not know. "
                 "Give lists of names, and plan without the others."
             )
-        fields = {key: options[key] for key in cls.__dataclass_fields__ if key in options}
-        adapters = cls(**fields)  # type: ignore[arg-type]
+        fields: dict[str, Any] = {"method": method, "r": _METHODS[method].default_rank}
+        fields |= {key: options[key] for key in cls.__dataclass_fields__ if key in options}
+        adapters = cls(**fields)
         check_format(adapters.base)
         return adapters
 
@@ -99,8 +145,20 @@ class AdapterSizes:
     ) -> ParameterCount:
         """Return the parameters of the adapters in a unit on a rank."""
         weights = (w for w in unit_weights(config, unit) if self.adapts(unit, w))
-        num_qkv = 3 + config.attention_output_gate
-        return sum((self._count(weight, layout, num_qkv) for weight in weights), ParameterCount())
+        return sum((self._count(weight, layout, config) for weight in weights), ParameterCount())
+
+    def shared_size(self, config: TransformerConfig) -> int:
+        """Return the frozen numbers that all adapted layers share, on every rank."""
+        if not _METHODS[self.method].shares:
+            return 0
+        adapted = [
+            weight
+            for unit in unit_names(config)
+            for weight in unit_weights(config, unit)
+            if self.adapts(unit, weight)
+        ]
+        rows = max((max(self._rows(weight, config)) for weight in adapted), default=0)
+        return self.r * (rows + max((weight.shape[-1] for weight in adapted), default=0))
 
     def base_bytes(
         self, config: TransformerConfig, layout: ParallelLayout, unit: str, value_bytes: int
@@ -121,20 +179,32 @@ class AdapterSizes:
     def _is_stored(self, unit: str, weight: Weight) -> bool:
         return self.base is not None and weight.kind == "matrix" and unit != OUTPUT
 
-    def _count(self, weight: Weight, layout: ParallelLayout, num_qkv: int) -> ParameterCount:
-        *_, rows, columns = weight.shape
-        num_parts = 1
-        if self.fused == "parts" and weight.experts is None:
-            num_parts = num_qkv if weight.module.endswith("linear_qkv") else weight.blocks
-        first, second = self.r * columns * num_parts, self.r * rows
+    def _rows(self, weight: Weight, config: TransformerConfig) -> list[int]:
+        """Return the rows of the matrices in a weight with an adapter each."""
+        rows = weight.shape[-2]
+        if self.fused != "parts" or weight.experts is not None:
+            return [rows]
+        if not weight.module.endswith("linear_qkv"):
+            return [rows // weight.blocks] * weight.blocks
+        queries = config.num_attention_heads * config.head_dim
+        shared = config.query_groups * config.head_dim
+        return [queries] * (1 + config.attention_output_gate) + [shared, shared]
+
+    def _count(
+        self, weight: Weight, layout: ParallelLayout, config: TransformerConfig
+    ) -> ParameterCount:
+        trained = _METHODS[self.method].trained
+        parts = [trained(self, rows, weight.shape[-1]) for rows in self._rows(weight, config)]
+        inputs, outputs, inner = (sum(sizes) for sizes in zip(*parts, strict=True))
         ranks = layout.tp if weight.experts is None else layout.etp
         if weight.split == "rows":
-            second //= ranks
+            outputs //= ranks
         elif weight.split == "columns":
-            first //= ranks
+            inputs //= ranks
+        total = inputs + outputs + inner
         if weight.experts is None:
-            return ParameterCount(first + second)
-        return ParameterCount(0, (first + second) * weight.experts // layout.ep)
+            return ParameterCount(total)
+        return ParameterCount(0, total * weight.experts // layout.ep)
 
 
 def _matches(names: str | Sequence[str], path: str) -> bool:
@@ -198,7 +268,8 @@ class AdaptedState:
         # The values of one dequantized weight at a time, and their cast under autocast.
         largest = in_use * max(adapters.largest_values(config, layout, unit) for unit in units)
         stored_total = sum(stored, ParameterCount())
-        self.weights_bytes = stored_total.total + weight_bytes * total.total + largest
+        shared = weight_bytes * adapters.shared_size(config)
+        self.weights_bytes = stored_total.total + weight_bytes * total.total + largest + shared
         if mode == "fsdp" and max(shards) > 1:
             unit_bytes = [
                 s.total + weight_bytes * one.total for s, one in zip(stored, trained, strict=True)
@@ -208,5 +279,5 @@ class AdaptedState:
             at_once = sum(gathered[:2]) if reshards else sum(gathered)
             shard_bytes = stored_total.dense / shards[0] + stored_total.experts / shards[1]
             self.weights_bytes = (
-                round(shard_bytes + (main or weight_bytes) * share + at_once) + largest
+                round(shard_bytes + (main or weight_bytes) * share + at_once) + largest + shared
             )

@@ -25,7 +25,7 @@ from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.peft import LoRA, load_adapters, save_adapters
 from megatron_lightning.peft.commands import import_, merge
 from megatron_lightning.peft.folder import read_folder
-from megatron_lightning.peft.lora import applied_to
+from megatron_lightning.peft.methods.method import applied_to
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -180,7 +180,7 @@ def test_adapters_of_a_changed_base_are_refused(tmp_path: Path, init: str) -> No
 @pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "eva", "mica"])
 def test_adapters_of_the_base_as_it_is_are_read(tmp_path: Path, init: bool | str) -> None:
     values: dict[str, Any] = {"init_lora_weights": init, "eva_config": {"rho": 2.0}}
-    assert read_folder(_ours(tmp_path, **values)).lora.r == 8
+    assert read_folder(_ours(tmp_path, **values)).method.r == 8
 
 
 def _ours(tmp_path: Path, model: Any = None, **values: Any) -> Path:

@@ -64,7 +64,7 @@ def test_neutral_fields_are_no_matter(folder: Path) -> None:
         "loftq_config": {},
         "layers_pattern": None,
     }
-    assert read_folder(_with(folder, **neutral)).lora.r == 4
+    assert read_folder(_with(folder, **neutral)).method.r == 4
 
 
 def test_another_rank_is_refused(folder: Path) -> None:

@@ -30,6 +30,7 @@ MOE = replace(CONFIG, moe=MoEConfig(num_experts=4, router_topk=2))
     [
         {"r": 4},
         {"r": 3, "fused": "one"},
+        {"use_dora": True, "target_modules": ["linear_qkv", "mlp.linear_fc2"]},
         {"target_modules": ["linear_qkv", "mlp.linear_fc2"], "exclude_modules": ["layers.1.**"]},
     ],
 )

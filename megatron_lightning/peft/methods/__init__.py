@@ -1,0 +1,1 @@
+"""Methods of adapters: what they configure, and how folders of ``peft`` describe them."""
