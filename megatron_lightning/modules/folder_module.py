@@ -21,7 +21,8 @@ from megatron_lightning.models.teacher_student import FrozenPair
 from megatron_lightning.modules.frozen_parameters import summary_of
 from megatron_lightning.modules.language_model import LanguageModule, ModuleT
 from megatron_lightning.modules.model_facts import ModelFolder
-from megatron_lightning.peft.methods.method import APPLIED, AdapterMethod, applied_to
+from megatron_lightning.peft.methods.applied import APPLIED, applied_to
+from megatron_lightning.peft.methods.method import AdapterMethod
 from megatron_lightning.peft.methods.table import settings_of
 from megatron_lightning.peft.record import is_partial, read_records
 from megatron_lightning.peft.resume import imported_scales

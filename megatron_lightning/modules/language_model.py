@@ -37,7 +37,7 @@ from megatron_lightning.optim.param_groups import (
     make_param_groups,
 )
 from megatron_lightning.parallel.shards.stored_weight import StoredWeight
-from megatron_lightning.peft import LoRA
+from megatron_lightning.peft import LoRA, VeRA
 from megatron_lightning.peft.methods.method import AdapterMethod
 from megatron_lightning.peft.methods.table import method_of, settings_of
 from megatron_lightning.peft.record import PEFT, Record, read_records, write_record
@@ -124,7 +124,7 @@ class LanguageModule(LightningModule):
         optimizer: dict[str, PlainValue] | str | None = None,
         freeze: Sequence[str] | None = None,
         train_only: Sequence[str] | None = None,
-        peft: LoRA | None = None,
+        peft: LoRA | VeRA | None = None,
         qat: QAT | ServedName | None = None,
         maximal_update: MaximalUpdate | None = None,
     ) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.layers.adapters.adapter_layers import adapted_layers
 from megatron_lightning.parallel.shards.digest import as_text, digest_of_shards
-from megatron_lightning.peft.methods.method import applied_to
+from megatron_lightning.peft.methods.applied import applied_to
 from megatron_lightning.peft.record import PEFT, take_expected_bases, write_record
 
 

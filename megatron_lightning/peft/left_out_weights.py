@@ -22,7 +22,7 @@ from megatron_lightning.layers.adapters.adapter_layers import adapted_layers
 from megatron_lightning.models.teacher_student import FrozenPair
 from megatron_lightning.parallel.shards.tensor_shards import TensorShards
 from megatron_lightning.peft.base_digest import digest_of_part
-from megatron_lightning.peft.methods.method import applied_to
+from megatron_lightning.peft.methods.applied import applied_to
 from megatron_lightning.peft.record import PEFT, Record, base_of, read_records, write_record
 from megatron_lightning.precision.served.qat import write_qat
 

@@ -93,7 +93,7 @@ def find_targets(
     if not targets_found:
         trained = f" and modules_to_save ({', '.join(saved)})" if saved else ""
         raise ConfigError(
-            f"LoRA finds no layer to adapt in {type(module).__name__}: "
+            f"target_modules finds no layer to adapt in {type(module).__name__}: "
             f"target_modules={targets!r} match {len(chosen)} of its {len(layers)} linear layers, "
             f"and exclude_modules={excluded!r}{trained} leave out all of them. Change one of them."
         )

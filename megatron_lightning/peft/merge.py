@@ -16,7 +16,7 @@ from megatron_lightning.layers.adapters.part import Delta
 from megatron_lightning.layers.adapters.stacked_adapters import StackedAdapters, detach_stacked
 from megatron_lightning.parallel.shards.spec import Box
 from megatron_lightning.parallel.shards.transposed import is_transposed
-from megatron_lightning.peft.methods.method import APPLIED, FusedRows
+from megatron_lightning.peft.methods.applied import APPLIED, FusedRows
 from megatron_lightning.peft.saved import SavedAdapters, SavedPart, check_full
 from megatron_lightning.precision.qlora.frozen_base import check_values
 

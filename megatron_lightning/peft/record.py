@@ -25,12 +25,8 @@ from megatron_lightning.bridge.folders.remembered_folders import kept_folders
 from megatron_lightning.checkpoint.reading.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.peft.methods.method import (
-    AdapterMethod,
-    AppliedAdapters,
-    FusedRows,
-    applied_to,
-)
+from megatron_lightning.peft.methods.applied import AppliedAdapters, FusedRows, applied_to
+from megatron_lightning.peft.methods.method import AdapterMethod
 from megatron_lightning.peft.methods.table import method_of, settings_of
 from megatron_lightning.peft.saved import Base
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.layers.adapters.adapter_layers import ALL_ROWS
-from megatron_lightning.peft.methods.method import PARTS, AdapterMethod, applied_to
+from megatron_lightning.peft.methods.applied import PARTS, applied_to
+from megatron_lightning.peft.methods.method import AdapterMethod
 from megatron_lightning.peft.record import Record
 
 _PARAMETER = re.compile(r"(.+)\.adapters\.([^.]+)\.[^.]+\.weight$")

@@ -22,13 +22,8 @@ from megatron_lightning.layers.adapters.part import AdapterKind, Delta
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.peft.folder_targets import FolderTargets
 from megatron_lightning.peft.matching import is_divided
-from megatron_lightning.peft.methods.method import (
-    PARTS,
-    AdapterMethod,
-    AppliedAdapters,
-    FusedRows,
-    applied_to,
-)
+from megatron_lightning.peft.methods.applied import PARTS, AppliedAdapters, FusedRows, applied_to
+from megatron_lightning.peft.methods.method import AdapterMethod
 
 _GPT_LAYERS, _HF_LAYERS = "decoder.layers.", "model.layers."
 _GPT_NAMES: Mapping[tuple[str, str], str] = MappingProxyType(

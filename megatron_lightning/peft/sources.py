@@ -25,7 +25,8 @@ from megatron_lightning.parallel.shards.digest import as_text, digest_of_tensors
 from megatron_lightning.parallel.shards.spec import Shard
 from megatron_lightning.peft import folder
 from megatron_lightning.peft.fitting import check_trainable, fitted
-from megatron_lightning.peft.methods.method import AdapterMethod, applied_to
+from megatron_lightning.peft.methods.applied import applied_to
+from megatron_lightning.peft.methods.method import AdapterMethod
 from megatron_lightning.peft.record import EXPECTED_BASE, Record, base_of, read_records
 from megatron_lightning.peft.saved import SavedAdapters, SavedPart, adapters_of_module
 from megatron_lightning.precision.served.qat import Record as Rounded

@@ -7,7 +7,8 @@ from torch import nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.shards.stored_weight import stored_weights
-from megatron_lightning.peft.methods.method import AdapterMethod, applied_to
+from megatron_lightning.peft.methods.applied import applied_to
+from megatron_lightning.peft.methods.method import AdapterMethod
 from megatron_lightning.step.options import StrategyOptions
 from megatron_lightning.strategies.checkpoint.finetuning import announces_unfreezing
 from megatron_lightning.strategies.fp8 import quantizing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatron_lightning.models import GPTModel
 from megatron_lightning.models.plans.gpt import llama_hf_plan
 from megatron_lightning.parallel import ShardingPlan
-from megatron_lightning.peft import LoRA
+from megatron_lightning.peft import LoRA, VeRA
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.hf_weights import from_llama
 from tests.helpers.layouts import tiny_config
@@ -57,6 +57,8 @@ def peft_name(name: str) -> str:
     """Return the name that stock ``peft`` gives a parameter of an adapted Llama."""
     own = f"base_model.model.{name}".replace(".adapters.all.", ".")
     own = own.replace(".lora_magnitude.", ".lora_magnitude_vector.")
+    if ".vera_" in own:
+        return own.replace(".weight", ".default")
     return own.replace(".weight", ".default.weight")
 
 
@@ -70,20 +72,20 @@ def llama_name(name: str) -> str:
 
 
 def fill(model: nn.Module, *, zero: bool) -> nn.Module:
-    """Fill B of an adapted Llama, so that adapters matter from the first step on; ``zero``: leave
-    it."""
+    """Fill B, or b, of an adapted Llama, so that adapters matter from the first step on.
+    ``zero``: leave it."""
     for number, (name, parameter) in enumerate(sorted(model.named_parameters())):
-        if "lora_B" in name and not zero:
+        if ("lora_B" in name or "vera_lambda_b" in name) and not zero:
             nn.init.normal_(parameter, 0, 0.1, torch.Generator().manual_seed(number))
     return model
 
 
-def adapted_llama(lora: LoRA | None = None, *, zero: bool = False) -> Any:
+def adapted_llama(lora: LoRA | VeRA | None = None, *, zero: bool = False) -> Any:
     """Return a Llama with adapters."""
     return fill((lora or LoRA()).apply(llama()), zero=zero)
 
 
-def adapted_gpt(lora: LoRA | None = None, *, zero: bool = False) -> GPTModel:
+def adapted_gpt(lora: LoRA | VeRA | None = None, *, zero: bool = False) -> GPTModel:
     """Return a ``GPTModel`` that computes what :func:`adapted_llama` does."""
     plain = replace(lora or LoRA(), target_modules="all-linear", modules_to_save=())
     theirs = adapted_llama(plain, zero=zero)
@@ -98,25 +100,23 @@ def adapted_gpt(lora: LoRA | None = None, *, zero: bool = False) -> GPTModel:
     return model
 
 
-def stock(lora: LoRA | None = None, *, zero: bool = False, **options: Any) -> Any:
+def stock(lora: LoRA | VeRA | None = None, *, zero: bool = False, **options: Any) -> Any:
     """Return the same model by stock ``peft``."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, VeraConfig, get_peft_model
 
     lora = lora or LoRA()
-    config = LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.lora_alpha,
-        lora_dropout=lora.lora_dropout,
-        target_modules=PROJECTIONS,
-        use_rslora=lora.use_rslora,
-        use_dora=lora.use_dora,
-        **options,
-    )
+    own_fields = asdict(lora)
+    names = ["r", "vera_dropout", "d_initial", "projection_prng_key"]
+    if isinstance(lora, LoRA):
+        names = ["r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"]
+    fields = {name: own_fields[name] for name in names}
+    config_class = LoraConfig if isinstance(lora, LoRA) else VeraConfig
+    config = config_class(**fields, target_modules=PROJECTIONS, **options)
     model: Any = get_peft_model(llama(), config)
     own = {peft_name(n): p for n, p in adapted_llama(lora, zero=zero).named_parameters()}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if "lora_" in name or "vera_lambda" in name:
                 parameter.copy_(own[name].view_as(parameter))
     return model
 

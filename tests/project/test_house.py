@@ -243,7 +243,7 @@ def test_a_run_of_ones_own_module_imports_neither_text_nor_folders_nor_data() ->
 import sys
 import megatron_lightning.callbacks, megatron_lightning.modules, megatron_lightning.strategies
 own = [name for name in sys.modules if name.startswith("megatron_lightning.")]
-allowed = {"bridge": 5, "inference": 0, "modules": 1, "callbacks": 1, "data": 6, "peft": 9}
+allowed = {"bridge": 5, "inference": 0, "modules": 1, "callbacks": 1, "data": 6, "peft": 17}
 for room, most in allowed.items():
     found = [name for name in own if name.split(".")[1] == room]
     assert len(found) <= most, found

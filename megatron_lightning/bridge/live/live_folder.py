@@ -28,7 +28,7 @@ from megatron_lightning.file_names import EXPORT_FOLDER
 from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.shards.spec import Box
 from megatron_lightning.peft.merge import LayerDelta, deltas_in, merged_fills
-from megatron_lightning.peft.methods.method import applied_to
+from megatron_lightning.peft.methods.applied import applied_to
 from megatron_lightning.peft.sources import read_tensors, record_of
 from megatron_lightning.precision.qlora.frozen_base import check_values
 from megatron_lightning.precision.served.qat import read_qat, trained_qat

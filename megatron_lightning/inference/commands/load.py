@@ -61,7 +61,7 @@ from megatron_lightning.parallel.grid.context import ALONE, ParallelContext
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.peft import load_adapters
 from megatron_lightning.peft.base_digest import check_loaded_base
-from megatron_lightning.peft.methods.method import applied_to
+from megatron_lightning.peft.methods.applied import applied_to
 from megatron_lightning.peft.methods.table import method_of
 from megatron_lightning.peft.record import read_records
 from megatron_lightning.pipeline.executor import PipelineExecutor

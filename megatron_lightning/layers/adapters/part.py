@@ -4,7 +4,7 @@ A method has a class of modules, :class:`AdapterPart`, and a class of pure funct
 tensors of such a module, :class:`AdapterKind`. Styles, merges, folders and checks fold over both.
 
     inputs       layers from the input's features to r features, divided like the columns of W
-    inner        numbers of the r features
+    between      numbers of the r features
     outputs      layers from r features to the output's, divided like the rows of W
     row_factors  numbers of the rows of W [out, 1], divided like the rows of W
 
@@ -101,7 +101,7 @@ class AdapterPart(nn.Module, ABC):
         """Layers from the input's features."""
 
     @property
-    def inner(self) -> tuple[nn.Module, ...]:
+    def between(self) -> tuple[nn.Module, ...]:
         """Modules with numbers of the r features."""
         return ()
 

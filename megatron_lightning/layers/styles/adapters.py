@@ -9,8 +9,8 @@ the input and B the output, with h = A x [..., r]:
     row-parallel     A takes the style of W, so that h is reduced, or reduce-scattered. B is full.
                      The gradient of B is a partial sum under sequence parallelism.
 
-Row factors (lengths of DoRA) are divided as B is. Inner numbers of the r features see what the full
-one of A and B sees, and have its gradient.
+Row factors (lengths of DoRA) are divided as B is. Numbers of the r features, between A and B, are
+full, and their gradient is that of the full one of A and B.
 
 A fused layer has an adapter for all rows, sharded like W, or an adapter for each matrix in W,
 sharded like the separate matrix.
@@ -44,7 +44,7 @@ class Roles(NamedTuple):
     inputs: Modules
     outputs: Modules
     dropout: Dropout
-    inner: Modules = ()
+    between: Modules = ()
     row_factors: Modules = ()
 
 
@@ -57,7 +57,7 @@ def roles_of(module: nn.Module) -> list[Roles]:
     adapters = adapters_of(module)
     if adapters is not None:
         return [
-            Roles(name, part.inputs, part.outputs, part.dropout, part.inner, part.row_factors)
+            Roles(name, part.inputs, part.outputs, part.dropout, part.between, part.row_factors)
             for name, part in adapters.parts.items()
         ]
     if base_layer(module) is module:
@@ -120,7 +120,7 @@ def divide_column(
         # Inputs are full, and each rank's gradient of them comes from its own tokens, or its own
         # rows of the outputs.
         if context.tp.size > 1 and (shards_tokens or not copies_input):
-            for layer in (*part.inputs, *part.inner):
+            for layer in (*part.inputs, *part.between):
                 partial_over(layer, context.tp)
         draw_from_stream(part.dropout, context, sharded=shards_tokens)
 
@@ -138,7 +138,7 @@ def divide_row(
         for layer in part.inputs:
             style.apply(layer, context, plan)
         if plan.is_sequence_parallel(context):
-            for layer in (*part.inner, *part.outputs, *part.row_factors):
+            for layer in (*part.between, *part.outputs, *part.row_factors):
                 partial_over(layer, context.tp)
         draw_from_stream(part.dropout, context, sharded=context.tp.size > 1 and not splits_input)
 
@@ -176,7 +176,7 @@ def divide_tokens(module: nn.Module, context: ParallelContext, plan: ShardingPla
     shards_tokens = plan.is_sequence_parallel(context)
     for part in roles_of(module):
         if shards_tokens:
-            for layer in (*part.inputs, *part.inner, *part.outputs, *part.row_factors):
+            for layer in (*part.inputs, *part.between, *part.outputs, *part.row_factors):
                 partial_over(layer, context.tp)
         draw_from_stream(part.dropout, context, sharded=shards_tokens)
 

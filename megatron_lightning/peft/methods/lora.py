@@ -38,9 +38,10 @@ from megatron_lightning.peft.matching import (
     find_parameters,
     value_of,
 )
+from megatron_lightning.peft.methods.applied import Shape
 from megatron_lightning.peft.methods.factors import factor_of, grouped_factor
 from megatron_lightning.peft.methods.folder_fields import exceptions, refuse_effects, whole
-from megatron_lightning.peft.methods.method import AdapterMethod, Shape
+from megatron_lightning.peft.methods.method import AdapterMethod
 from megatron_lightning.peft.methods.stacked_folder import (
     STACKED,
     flat,

@@ -10,8 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +39,13 @@ from megatron_lightning.peft.matching import (
     short_names,
     short_parameters,
 )
+from megatron_lightning.peft.methods.applied import (
+    APPLIED,
+    PARTS,
+    AppliedAdapters,
+    FusedRows,
+    Shape,
+)
 from megatron_lightning.precision.qlora.base_formats import BaseFormat, check_format
 from megatron_lightning.precision.qlora.frozen_base import quantize_base
 from megatron_lightning.precision.served.qat import qat_of
@@ -48,46 +54,6 @@ if TYPE_CHECKING:
     from megatron_lightning.peft.saved import SavedAdapters
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-APPLIED = "_megatron_lora"
-"""Attribute of a module after adapters were applied."""
-PARTS: Mapping[int, tuple[str, ...]] = {
-    2: ("gate", "up"),
-    3: ("q", "k", "v"),
-    4: ("q", "gate", "k", "v"),
-}
-"""Number of the matrices in a fused weight -> their names."""
-Shape = tuple[int, int]
-
-
-class FusedRows(NamedTuple):
-    """Rows of the matrices in a fused weight, repeated ``num_periods`` times."""
-
-    rows: tuple[int, ...]
-    num_periods: int
-
-
-class AppliedAdapters(NamedTuple):
-    """Record of applied adapters, kept on the module and in checkpoints."""
-
-    method: AdapterMethod
-    kind: AdapterKind
-    targets: tuple[str, ...]
-    """Names of the adapted layers: last segments of paths if all layers of the name are adapted,
-    else paths."""
-    largest: Shape
-    """Most rows and most columns of the adapted matrices."""
-    fused: dict[str, FusedRows]
-    """Path of a layer with a single adapter for several matrices -> rows of the matrices."""
-    saved: tuple[str, ...] = ()
-    """Names of the parameters and saved buffers of ``modules_to_save``."""
-    ties: Mapping[str, str] = MappingProxyType({})
-    """Further name -> first name of the saved parameters with several names."""
-    modules: tuple[str, ...] = ()
-    """Ends of the paths of the saved modules, which ``peft`` finds by."""
-    task: str | None = None
-    """``task_type`` of the model in ``peft``."""
-    imported: bool = False
-    """Whether ranks and scales are those of a folder of ``peft``, imported as a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,25 +247,7 @@ class AdapterMethod(ABC):
         module.requires_grad_(False)
         if qat_of(module):
             self.check_rounded()
-        matrices = {path: self._matrices(layer) for path, layer in targets.items()}
-        largest = largest_of(shape for shapes in matrices.values() for shape in shapes.values())
-        kind = kind or self.kind_of(largest)
-        for path, layer in targets.items():
-            parts = {
-                name: self.part(path, layer, shape, kind) for name, shape in matrices[path].items()
-            }
-            fused = fused_rows(layer)
-            # Rows of queries, keys and values alternate. Those of gate and up follow each other.
-            alternate = fused is not None and len(parts) > 2
-            groups = fused.num_periods if fused is not None and alternate else 0
-            self.attach_to(path, layer, Adapters(parts, path, num_groups=groups))
-        for path in dict.fromkeys(name.rpartition(".")[0] for name in stacks):
-            stacked = {
-                name.rpartition(".")[2]: self.stacked_part(name, stack)
-                for name, stack in stacks.items()
-                if name.rpartition(".")[0] == path
-            }
-            attach_stacked(module.get_submodule(path), StackedAdapters(stacked, path))
+        kind, largest = self._attach(module, targets, stacks, kind)
         for child in saved.values():
             child.requires_grad_(True)
         if self.base is not None:
@@ -329,6 +277,37 @@ class AdapterMethod(ABC):
             task_of(module),
         )
         return module
+
+    def _attach(
+        self,
+        module: nn.Module,
+        targets: Mapping[str, nn.Module],
+        stacks: Mapping[str, nn.Parameter],
+        kind: AdapterKind | None,
+    ) -> tuple[AdapterKind, Shape]:
+        """Attach the adapters of layers and stacked experts. Return their kind, and the most rows
+        and columns of the layers' matrices.
+        """
+        matrices = {path: self._matrices(layer) for path, layer in targets.items()}
+        largest = largest_of(shape for shapes in matrices.values() for shape in shapes.values())
+        kind = kind or self.kind_of(largest)
+        for path, layer in targets.items():
+            parts = {
+                name: self.part(path, layer, shape, kind) for name, shape in matrices[path].items()
+            }
+            fused = fused_rows(layer)
+            # Rows of queries, keys and values alternate. Those of gate and up follow each other.
+            alternate = fused is not None and len(parts) > 2
+            groups = fused.num_periods if fused is not None and alternate else 0
+            self.attach_to(path, layer, Adapters(parts, path, num_groups=groups))
+        for path in dict.fromkeys(name.rpartition(".")[0] for name in stacks):
+            stacked = {
+                name.rpartition(".")[2]: self.stacked_part(name, stack)
+                for name, stack in stacks.items()
+                if name.rpartition(".")[0] == path
+            }
+            attach_stacked(module.get_submodule(path), StackedAdapters(stacked, path))
+        return kind, largest
 
     def _matrices(self, layer: nn.Module) -> dict[str, Shape]:
         """Return name -> shape [out, in] of the matrices in a layer with an adapter each."""
@@ -387,9 +366,3 @@ def fused_rows(layer: nn.Module) -> FusedRows | None:
     """Return the rows of the matrices in a layer's weight. None: the weight is a single matrix."""
     rows: tuple[int, ...] = tuple(getattr(layer, "fused_rows", ()))
     return FusedRows(rows, num_rows(layer) // sum(rows)) if len(rows) in PARTS else None
-
-
-def applied_to(module: nn.Module) -> dict[str, AppliedAdapters]:
-    """Return path -> record of the modules with applied adapters."""
-    records: dict[str, Any] = {path: vars(m).get(APPLIED) for path, m in module.named_modules()}
-    return {path: applied for path, applied in records.items() if applied is not None}

@@ -9,9 +9,10 @@ from typing import Any
 
 from megatron_lightning.peft.methods.lora import LoRA
 from megatron_lightning.peft.methods.method import AdapterMethod
+from megatron_lightning.peft.methods.vera import VeRA
 
 METHODS: Mapping[str, type[AdapterMethod]] = MappingProxyType(
-    {method.peft_type: method for method in (LoRA,)}
+    {method.peft_type: method for method in (LoRA, VeRA)}
 )
 """Name of a method in folders of ``peft`` and in checkpoints -> method."""
 

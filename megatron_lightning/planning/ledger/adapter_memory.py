@@ -72,7 +72,9 @@ class _Method(NamedTuple):
     """Whether layers share frozen projections of the largest matrices."""
 
 
-_METHODS: Mapping[str, _Method] = MappingProxyType({"LoRA": _Method(8, _low_rank)})
+_METHODS: Mapping[str, _Method] = MappingProxyType(
+    {"LoRA": _Method(8, _low_rank), "VeRA": _Method(256, _vectors, shares=True)}
+)
 """Name of a method's class -> counts."""
 
 

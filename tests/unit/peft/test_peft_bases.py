@@ -25,7 +25,7 @@ from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.peft import LoRA, load_adapters, save_adapters
 from megatron_lightning.peft.commands import import_, merge
 from megatron_lightning.peft.folder import read_folder
-from megatron_lightning.peft.methods.method import applied_to
+from megatron_lightning.peft.methods.applied import applied_to
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
