@@ -23,8 +23,8 @@ from megatron_lightning.inference.engine.text_model import TextModel
 from megatron_lightning.parallel.shards.spec import Box
 from megatron_lightning.peft.fitting import fitted
 from megatron_lightning.peft.folder import read_folder
-from megatron_lightning.peft.lora import applied_to
 from megatron_lightning.peft.merge import LayerDelta, deltas_of
+from megatron_lightning.peft.methods.applied import applied_to
 from megatron_lightning.peft.saved import SavedAdapters
 
 Shapes = dict[str, tuple[int, ...]]

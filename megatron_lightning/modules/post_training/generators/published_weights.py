@@ -13,7 +13,7 @@ from megatron_lightning.checkpoint.agreement import on_first_rank
 from megatron_lightning.inference.serving.new_weights import Version
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.peft import folder
-from megatron_lightning.peft.lora import applied_to
+from megatron_lightning.peft.methods.applied import applied_to
 from megatron_lightning.peft.saved import Base, SavedAdapters
 
 _KEPT = 2
