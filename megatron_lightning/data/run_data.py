@@ -7,7 +7,7 @@ which is what tools need. The LightningDataModules of ``modules`` tell them of t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from megatron_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
+    from megatron_lightning.data.images.image_options import ImageOptions
     from megatron_lightning.data.images.image_positions import ImagePositions
     from megatron_lightning.data.images.image_processor import ImageProcessor
 
@@ -46,10 +47,8 @@ class RunModel(Protocol):
     def tokenizer(self, new_tokens: Sequence[str] = ()) -> ChatTokenizer | None:
         """Return the tokenizer in the model's folder. None: there is no folder."""
 
-    def image_processor(
-        self, tokenizer: ChatTokenizer, options: Mapping[str, Any]
-    ) -> ImageProcessor:
-        """Return the processor of images in the model's folder."""
+    def image_processor(self, tokenizer: ChatTokenizer, options: ImageOptions) -> ImageProcessor:
+        """Return the processor of images, or of sounds, in the model's folder."""
 
     def image_positions(self) -> ImagePositions | None:
         """Return the positions of a model that has several a token. None: it has one."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from megatron_lightning.data.images.image_options import ImageOptions
+    from megatron_lightning.data.images.image_options import AudioOptions, ImageOptions
     from megatron_lightning.data.rollouts.environments import Turn
     from megatron_lightning.modules.distillation import DistillationModule
     from megatron_lightning.modules.dpo import DPOModule
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatron_lightning.modules.pretrain_data import PretrainDataModule
 
 __all__ = [
+    "AudioOptions",
     "DPOModule",
     "DistillationModule",
     "FinetuneDataModule",
@@ -51,6 +52,7 @@ lazy_attributes(
         "FinetuneDataModule": "megatron_lightning.modules.finetune_data",
         "GPTLightningModule": "megatron_lightning.modules.gpt",
         "HuggingFaceModule": "megatron_lightning.modules.hugging_face",
+        "AudioOptions": "megatron_lightning.data.images.image_options",
         "ImageOptions": "megatron_lightning.data.images.image_options",
         "MaskedDataModule": "megatron_lightning.modules.masked_data",
         "MaskedLanguageModule": "megatron_lightning.modules.masked_module",

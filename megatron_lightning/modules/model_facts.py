@@ -4,7 +4,7 @@ tokens, and the size of the vocabulary. Known without Lightning, so that tools s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from megatron_lightning.checkpoint.text_record import (
 )
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
+from megatron_lightning.data.images.image_options import ImageOptions
 from megatron_lightning.data.images.image_positions import ImagePositions
 from megatron_lightning.data.images.image_processor import ImageProcessor
 from megatron_lightning.errors import CheckpointError, ConfigError, DataError
@@ -122,26 +123,30 @@ class ModelFacts:
         """
         return None if self.folder is None else self.folder.tokenizer(new_tokens)
 
-    def image_processor(
-        self, tokenizer: ChatTokenizer, options: Mapping[str, Any]
-    ) -> ImageProcessor:
-        """Return the processor of images in the model's folder.
+    def image_processor(self, tokenizer: ChatTokenizer, options: ImageOptions) -> ImageProcessor:
+        """Return the processor of images, or of sounds, in the model's folder.
 
         Args:
             tokenizer: Tokenizer of the data.
-            options: Settings of the image processor in place of the folder's.
+            options: Of images or sounds.
 
         Raises:
             ConfigError: If there is no folder, or the folder has no processor.
         """
         if self.folder is None:
             raise ConfigError(
-                "images of FinetuneDataModule is set, and the model has no folder with a "
-                "processor. Train a HuggingFaceModule of a model with a vision tower."
+                "images or audio of FinetuneDataModule is set, and the model has no folder with a "
+                "processor. Train a HuggingFaceModule of a model with a tower."
             )
         with self.folder.files() as folder:
             trusts = self.folder.trust_remote_code
-            return ImageProcessor.load(folder, tokenizer.tokenizer, options, trusts=trusts)
+            return ImageProcessor.load(
+                folder,
+                tokenizer.tokenizer,
+                options.processor_options,
+                trusts=trusts,
+                medium=options.kind,
+            )
 
     def image_positions(self) -> ImagePositions | None:
         """Return the positions of a model that has several a token. None: it has one."""

@@ -17,7 +17,7 @@ pytest.importorskip("PIL")
 
 from benchmarks.hf_packed import image_differences
 from megatron_lightning.callbacks import SampleText
-from megatron_lightning.data.images.image_options import ImageOptions
+from megatron_lightning.data.images.image_options import AudioOptions, ImageOptions
 from megatron_lightning.inference.commands.generate import generate
 from megatron_lightning.inference.commands.model_options import ModelOptions
 from megatron_lightning.modules import FinetuneDataModule, HuggingFaceModule
@@ -25,9 +25,12 @@ from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.image_folders import make_image_folder, write_image_rows
 from tests.helpers.layouts import fit_losses, make_layout
 from tests.helpers.ranks import run_ranks
+from tests.helpers.sound_folders import make_sound_folder, write_sound_rows
 from tests.helpers.trainers import trainer
 
 STEPS, GLOBAL_BATCH = 3, 4
+SOUND = "qwen2_audio"
+"""Model of sounds."""
 LAYOUTS = {
     layout.name: layout
     for layout in (
@@ -44,6 +47,8 @@ Run = tuple[list[float], list[float]]
 def _folders(family: str) -> tuple[str, str]:
     """Return the folder of a model, and rows."""
     parent = Path(mkdtemp(prefix="images-"))
+    if family == SOUND:
+        return str(make_sound_folder(parent)), write_sound_rows(parent, GLOBAL_BATCH * STEPS)
     return str(make_image_folder(family, parent)), write_image_rows(parent, GLOBAL_BATCH * STEPS)
 
 
@@ -55,7 +60,8 @@ def _fit(layout: str | None, model: str, rows: str, packing: str = "none") -> Ru
         sequence_length=192,
         batch_size=(GLOBAL_BATCH if packing == "none" else 2) // (chosen.data if chosen else 1),
         packing=packing,
-        images=ImageOptions(),
+        images=None if SOUND in model else ImageOptions(),
+        audio=AudioOptions() if SOUND in model else None,
         cache_dir=f"{model}/../cache",
     )
     module = HuggingFaceModule(model, learning_rate=1e-2)
@@ -70,11 +76,12 @@ def _one_process(family: str) -> Run:
 
 # Idefics3 moves its embeddings to the device of the model, of which a stage lacks parameters.
 # The tower of Qwen3-VL is large beside the text model, and ranks without an image do not call it.
-_USUAL = (("pp2", "qwen2_5_vl"), ("pp2", "idefics3"), ("fsdp2", "qwen3_vl"), ("tp2", "gemma3"))
+_USUAL = (("pp2", "qwen2_5_vl"), ("pp2", "idefics3"), ("fsdp2", "qwen3_vl"), ("tp2", "gemma3"),
+          ("pp2", SOUND), ("tp2", SOUND))  # fmt: skip
 _CASES = [
     pytest.param(layout, family, marks=() if (layout, family) in _USUAL else pytest.mark.slow)
     for layout in LAYOUTS
-    for family in ("qwen2_5_vl", "llava", "gemma3", "idefics3", "qwen3_vl")
+    for family in ("qwen2_5_vl", "llava", "gemma3", "idefics3", "qwen3_vl", SOUND)
 ]
 
 

@@ -238,9 +238,13 @@ class Encoder:
         """
         if self._images is None:
             if chat.images:
+                first = chat.images[0]
+                what, option = (
+                    ("an image", "images") if first.kind == "image" else ("a sound", "audio")
+                )
                 raise DataError(
-                    f"{chat.images[0].where} has an image, and only text can be trained here; set "
-                    "images of FinetuneDataModule to train images, or remove it"
+                    f"{first.where} has {what}, and only text can be trained here; set {option} of "
+                    f"FinetuneDataModule to train {option}, or remove it"
                 )
             return chat
         if chat.num_unplaced:

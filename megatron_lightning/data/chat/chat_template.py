@@ -216,9 +216,9 @@ class ChatTemplate:
             DataError: If the template writes neither form.
         """
         refusals, missing = [], None
-        forms: tuple[Form, ...] = (_as_it_is, _in_parts)
+        forms: tuple[Form, ...] = (_as_it_is, _in_parts())
         if chat.images:
-            forms = (_in_parts, _with_placeholders(chat.placeholder))
+            forms = (_in_parts(chat.images[0].kind), _with_placeholders(chat.placeholder))
         for form in forms:
             try:
                 rendered = self.render(chat, [form(message) for message in messages])
@@ -334,11 +334,11 @@ class ChatTemplate:
         self._check_tools(chat, messages, full)
         return self.render(chat, messages, prompt=True)[0]
 
-    def with_image(self) -> str:
-        """Return the text of a conversation with an image, in parts."""
+    def with_image(self, kind: str = "image") -> str:
+        """Return the text of a conversation with an image, or a sound, in parts."""
         turns = [{"role": "user", "content": f"{IMAGE}a"}, {"role": ASSISTANT, "content": "a"}]
         chat = Chat("a conversation with an image", turns)
-        return self.render(chat, [_in_parts(message) for message in turns])[0]
+        return self.render(chat, list(map(_in_parts(kind), turns)))[0]
 
     @cached_property
     def behind_answer(self) -> str:
@@ -395,12 +395,15 @@ def _as_it_is(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return message
 
 
-def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    first, *pieces = (message.get("content") or "").split(IMAGE)
-    parts = [{"type": "text", "text": first}] if first or not pieces else []
-    for piece in pieces:
-        parts += [{"type": "image"}, *([{"type": "text", "text": piece}] if piece else [])]
-    return {**message, "content": parts}
+def _in_parts(kind: str = "image") -> Form:
+    def form(message: Mapping[str, Any]) -> Mapping[str, Any]:
+        first, *pieces = (message.get("content") or "").split(IMAGE)
+        parts = [{"type": "text", "text": first}] if first or not pieces else []
+        for piece in pieces:
+            parts += [{"type": kind}, *([{"type": "text", "text": piece}] if piece else [])]
+        return {**message, "content": parts}
+
+    return form
 
 
 def _with_placeholders(placeholder: str) -> Form:

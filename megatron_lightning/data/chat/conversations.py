@@ -241,8 +241,8 @@ def _part(row: Row, index: int, part: Any, images: RowImages) -> str:
         return images.placed(index, part["text"])
     part_type = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise DataError(
-        f"{row.where}: message {index} has a part of the type {part_type!r}, and only text and "
-        "images can be trained; remove it"
+        f"{row.where}: message {index} has a part of the type {part_type!r}, and only text, "
+        "images and sounds can be trained; remove it"
     )
 
 

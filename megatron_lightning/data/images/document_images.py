@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_lightning.data.images.image_files import Size, named, picture
+from megatron_lightning.data.images.image_files import Size, named
 
 Span = tuple[int, int]
 Numbers = npt.NDArray[np.int64]
@@ -104,15 +104,15 @@ class DocumentImages:
         """Return the ids of the grown text that the document has, as numbers."""
         return np.concatenate([np.arange(begin, end) for begin, end in self.kept])
 
-    def pictures(self) -> list[Any]:
-        """Return the pictures of Pillow in RGB.
+    def decoded(self, decode: Callable[[str, bytes], Any]) -> list[Any]:
+        """Return the images as ``decode`` makes them of a place for messages and bytes.
 
         Raises:
             DataError: If a file is missing, broken, or another one than before.
         """
         if self.read is None:
             raise RuntimeError("documents have pictures when they are read from a cache")
-        return [picture(named(image.where, image.path), self.read(image)) for image in self.images]
+        return [decode(named(image.where, image.path), self.read(image)) for image in self.images]
 
     def whole(self, keep: Numbers) -> Numbers:
         """Return the positions of ``keep`` without parts of images."""

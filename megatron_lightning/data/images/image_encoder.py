@@ -16,11 +16,14 @@ from megatron_lightning.data.images.document_images import (
     Span,
     StoredImage,
 )
-from megatron_lightning.data.images.image_files import ImageFiles, digest, named, size_of
+from megatron_lightning.data.images.image_files import ImageFiles, digest, named
 from megatron_lightning.data.images.image_options import ImageOptions
 from megatron_lightning.data.images.image_parts import ImageSource, image_column
 from megatron_lightning.data.images.image_processor import ImageProcessor
 from megatron_lightning.errors import DataError
+
+_OPTION: Mapping[str, str] = {"image": "images", "audio": "audio"}
+"""Kind of a medium -> the option of the data."""
 
 
 @dataclass(frozen=True)
@@ -133,13 +136,26 @@ class ImageEncoder:
                 f"{where}: the text of the conversation has {num_places} places {placeholder} for "
                 f"{len(sources)} images; leave the place out of other words, such as tools"
             )
+        self._check_kinds(sources)
         images = [self._stored(source) for source in sources]
         growth = self.processor.growth([image.size for image in images]) if images else []
         grown = GrownText.of(text, placeholder, growth)
         return grown, TextImages(text, images, grown.images)
 
+    def _check_kinds(self, sources: Sequence[ImageSource]) -> None:
+        kind = self._options.kind
+        other = next((one for one in sources if one.kind != kind), None)
+        if other is not None:
+            raise DataError(
+                f"{other.where} has a medium of the type {other.kind}, and these data have "
+                f"{kind}; leave the row out, or set {_OPTION[other.kind]} of FinetuneDataModule "
+                f"instead of {_OPTION[kind]}"
+            )
+
     def _stored(self, source: ImageSource) -> StoredImage:
         data, path = self._files.read(source)
-        size = size_of(named(source.where, path), data)
+        where = named(source.where, path)
+        size = self.processor.medium.size_of(where, data)
+        self.processor.check_size(where, size)
         kept = data if path is None else None
         return StoredImage(source.where, size, digest(data), path, data=kept)

@@ -67,8 +67,8 @@ class ImageFiles:
                 return path.read_bytes(), str(path)
             except FileNotFoundError as error:
                 raise MissingImageError(
-                    f"{source.where}: there is no image {path}; mend the path, or set folder of "
-                    "ImageOptions to where the images are"
+                    f"{source.where}: there is no {source.kind} {path}; mend the path, or set "
+                    "folder of the options to where the files are"
                 ) from error
             except OSError as error:
                 raise DataError(
@@ -135,7 +135,8 @@ def decoded_url(where: str, url: str) -> bytes:
         DataError: If it is none of an image in base64.
     """
     head, _, content = url.partition(",")
-    if not head.lower().startswith("data:image/") or not head.lower().endswith(";base64"):
+    is_medium = head.lower().startswith(("data:image/", "data:audio/"))
+    if not is_medium or not head.lower().endswith(";base64"):
         raise DataError(
             f"{where}: a data URL begins with {head[:40]!r}; write data:image/png;base64,… with "
             "the type of the image"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from megatron_lightning.errors import ConfigError
 
@@ -15,6 +15,7 @@ Missing = Literal["refuse", "drop"]
 class ImageOptions:
     """Images in the conversations of ``FinetuneDataModule``."""
 
+    kind: ClassVar[str] = "image"
     folder: str | None = None
     """Folder of image files. Rows name files inside of it. None: the folder of the rows' file."""
     processor_options: Mapping[str, Any] = field(default_factory=dict)
@@ -31,3 +32,12 @@ class ImageOptions:
             raise ConfigError(
                 f"missing={self.missing!r} of images; must be one of {', '.join(get_args(Missing))}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioOptions(ImageOptions):
+    """Sounds in the conversations of ``FinetuneDataModule``: the fields of :class:`ImageOptions`.
+    ``processor_options`` are settings of the feature extractor.
+    """
+
+    kind: ClassVar[str] = "audio"

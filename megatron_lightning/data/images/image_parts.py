@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_lightning.errors import DataError
@@ -16,9 +16,17 @@ IMAGE = "\ufdd0"
 """Character at the place of an image in the content of a message. Unicode leaves it to programs."""
 TAG = "<image>"
 """Place of an image in the texts of rows with a column of images (LLaVA, ShareGPT)."""
-TYPES = ("image", "image_url", "input_image")
-_COLUMNS = ("image", "images")
-_KEYS = ("image", "image_url", "url", "path", "bytes")
+SOUND_TAG = "<audio>"
+"""Place of a sound in the texts of rows with a column of sounds."""
+TYPES: Mapping[str, str] = {
+    "image": "image", "image_url": "image", "input_image": "image",
+    "audio": "audio", "audio_url": "audio", "input_audio": "audio",
+}  # fmt: skip
+"""Type of a part -> the kind of its medium."""
+_COLUMNS: Mapping[str, str] = {
+    "image": "image", "images": "image", "audio": "audio", "audios": "audio"
+}  # fmt: skip
+_KEYS = ("image", "image_url", "audio", "audio_url", "input_audio", "url", "path", "bytes")
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,8 @@ class ImageSource:
     """Path, data URL or web address."""
     data: bytes | None = None
     """The file's bytes, of rows that hold images."""
+    kind: str = "image"
+    """``image``, or ``audio`` for a sound."""
 
 
 class RowImages:
@@ -50,14 +60,16 @@ class RowImages:
         """Images with a place so far."""
         self._column, values = image_column(where, fields)
         self._left = deque(values)
+        self._kind = _COLUMNS.get(self._column, "image")
 
     def placed(self, index: int, content: str) -> str:
         """Return the text of a message, with a character in the place of every image."""
         if not self._column:
             return content
-        for _ in range(content.count(TAG)):
+        tag = TAG if self._kind == "image" else SOUND_TAG
+        for _ in range(content.count(tag)):
             self._place_next(index)
-        return content.replace(TAG, IMAGE)
+        return content.replace(tag, IMAGE)
 
     def part(self, index: int, part: Mapping[str, Any]) -> str:
         """Return the character in the place of a part with an image."""
@@ -65,7 +77,7 @@ class RowImages:
         if value is None:
             self._place_next(index)
         else:
-            self._add(index, value)
+            self._add(index, value, TYPES[part["type"]])
         return IMAGE
 
     @property
@@ -79,11 +91,11 @@ class RowImages:
                 f"{self._where}: message {index} has a place for an image, and no image is left "
                 f"for it in {self._column or 'the row'}; add the image, or remove the place"
             )
-        self._add(index, self._left.popleft())
+        self._add(index, self._left.popleft(), self._kind)
 
-    def _add(self, index: int, value: Any) -> None:
+    def _add(self, index: int, value: Any, kind: str) -> None:
         where = f"{self._where}: message {index}"
-        self.sources.append(_source(where, value))
+        self.sources.append(replace(_source(where, value), kind=kind))
 
 
 def image_column(where: str, fields: Mapping[str, Any]) -> tuple[str, list[Any]]:
@@ -120,6 +132,8 @@ def _source(where: str, value: Any) -> ImageSource:
     if isinstance(value, Mapping):
         if isinstance(value.get("bytes"), bytes):
             return ImageSource(where, data=value["bytes"])
+        if isinstance(value.get("data"), str):  # input_audio of OpenAI
+            return ImageSource(where, address=f"data:audio/wav;base64,{value['data']}")
         value = next((value[key] for key in ("url", "path") if value.get(key)), value)
     if isinstance(value, bytes):
         return ImageSource(where, data=value)

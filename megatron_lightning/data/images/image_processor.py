@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_lightning.data.images.image_files import Size
+from megatron_lightning.data.images.media import MEDIA
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.file_names import (
     CONFIG,
@@ -29,10 +30,6 @@ _DROPPED = ("input_ids", "attention_mask", "labels")
 """Entries of a processor that the data make themselves."""
 _NEEDS = "images in chats"
 _NAMED_IN = (PROCESSOR_CONFIG, IMAGE_PROCESSOR_CONFIG, TOKENIZER_CONFIG)
-_PROBE, _OTHER_PROBE = (24, 24), (40, 100)
-"""Height and width of blank images."""
-_CHEAP: Mapping[str, Any] = {"resample": 0, "do_rescale": False, "do_normalize": False}
-"""Settings that change the values of pixels alone, and save most of their cost."""
 Dims = dict[int, str]
 """Dim -> what makes it longer: ``token`` or ``image``."""
 Entries = dict[str, Tensor]
@@ -50,10 +47,19 @@ class ImageProcessor:
         parts: Image processor and tokenizer by the names of the class's arguments. A part for
             videos or sound is None.
         settings: Further settings of the processor.
+        medium: ``image``, or ``audio`` for sounds.
     """
 
-    def __init__(self, kind: type, parts: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        self._given = kind, dict(parts), dict(settings)
+    def __init__(
+        self,
+        kind: type,
+        parts: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        medium: str = "image",
+    ) -> None:
+        self._given = kind, dict(parts), dict(settings), medium
+        self.medium = MEDIA[medium]
+        """Kind of its inputs."""
         made: Any = _with_missing_parts(kind)
         self._processor = made.from_args_and_dict(list(parts.values()), dict(settings))
         self._growth: dict[tuple[Size, int], str] = {}
@@ -65,7 +71,13 @@ class ImageProcessor:
 
     @classmethod
     def load(
-        cls, folder: Path, tokenizer: Any, options: Mapping[str, Any], *, trusts: bool = False
+        cls,
+        folder: Path,
+        tokenizer: Any,
+        options: Mapping[str, Any],
+        *,
+        trusts: bool = False,
+        medium: str = "image",
     ) -> ImageProcessor:
         """Return the processor of a folder. Parts for videos are not built: they need torchvision.
 
@@ -74,32 +86,39 @@ class ImageProcessor:
             tokenizer: Tokenizer of ``transformers`` that makes the ids of the data.
             options: Settings of the image processor in place of the folder's.
             trusts: Whether code in the folder may run.
+            medium: See the class.
 
         Raises:
             ConfigError: If the folder has no processor, or the processor needs torchvision.
         """
         require("PIL", "images", "pip install pillow")
         try:
-            return cls._load(folder, tokenizer, options, trusts=trusts)
+            return cls._load(folder, tokenizer, options, trusts=trusts, medium=medium)
         except ImportError as error:
             raise _missing_package(folder, error) from error
 
     @classmethod
     def _load(
-        cls, folder: Path, tokenizer: Any, options: Mapping[str, Any], *, trusts: bool
+        cls,
+        folder: Path,
+        tokenizer: Any,
+        options: Mapping[str, Any],
+        *,
+        trusts: bool,
+        medium: str,
     ) -> ImageProcessor:
-        kind = _kind(folder, trusts=trusts)
+        kind, part = _kind(folder, trusts=trusts), MEDIA[medium].part
         names = kind.get_attributes()
-        if "image_processor" not in names or "tokenizer" not in names:
+        if part not in names or "tokenizer" not in names:
             raise ConfigError(
                 f"the processor {kind.__name__} of {folder} has {', '.join(names)}, and chats with "
-                "images need an image_processor and a tokenizer; take another model"
+                f"media of the type {medium} need {part} and a tokenizer; take another model"
             )
         parts = dict.fromkeys(names)
         parts["tokenizer"] = tokenizer
-        parts["image_processor"] = _image_processor(folder, options, trusts=trusts)
+        parts[part] = _part(folder, options, trusts=trusts, medium=medium)
         settings, _ = kind.get_processor_dict(str(folder))
-        return cls(kind, parts, {k: v for k, v in settings.items() if k not in names})
+        return cls(kind, parts, {k: v for k, v in settings.items() if k not in names}, medium)
 
     @property
     def name(self) -> str:
@@ -115,11 +134,11 @@ class ImageProcessor:
     @property
     def identity(self) -> Mapping[str, Any]:
         """All settings that ids and pixels depend on, and the backend of the pixels."""
-        images = self._processor.image_processor
-        settings = {**self._given[2], "image_processor": images.to_dict()}
+        part = getattr(self._processor, self.medium.part)
+        settings = {**self._given[2], self.medium.part: part.to_dict()}
         return {
             "kind": self.name,
-            "backend": type(images).__name__,
+            "backend": type(part).__name__,
             "settings": json.loads(json.dumps(settings, sort_keys=True, default=str)),
         }
 
@@ -132,7 +151,7 @@ class ImageProcessor:
         Raises:
             ConfigError: If there is none, or the processor does not say what it becomes.
         """
-        token = getattr(self._processor, "image_token", None)
+        token = getattr(self._processor, self.medium.token, None)
         texts = [text, *([token] if isinstance(token, str) else [])]  # a template of text alone
         for one in texts:
             offsets, ids = self._tried(one)
@@ -164,7 +183,7 @@ class ImageProcessor:
 
     def _tried(self, text: str) -> tuple[list[dict[str, Any]], list[int]]:
         try:
-            return self._asked(text, [_PROBE])
+            return self._asked(text, self.medium.probes[:1])
         except DataError:  # no place in the text
             return [], []
 
@@ -201,12 +220,36 @@ class ImageProcessor:
         """Settings for blank pictures: cheap ones, if a probe grows alike. Nothing else is known of
         the processor, so that the ids of real pictures are compared when rows are read.
         """
-        text, sizes = self.placeholder * 2, (_PROBE, _OTHER_PROBE)
+        text, sizes, cheap = self.placeholder * 2, self.medium.probes, self.medium.cheap
+        if not cheap:
+            return {}
         try:
-            is_alike = self._asked(text, sizes, **_CHEAP) == self._asked(text, sizes)
+            is_alike = self._asked(text, sizes, **cheap) == self._asked(text, sizes)
         except DataError:
             is_alike = False
-        return _CHEAP if is_alike else {}
+        return cheap if is_alike else {}
+
+    def check_size(self, where: str, size: Size) -> None:
+        """Check that the processor takes all of a sound.
+
+        Raises:
+            DataError: If the sound has another rate, or is cut.
+        """
+        extractor = getattr(self._processor, "feature_extractor", None)
+        rate = getattr(extractor, "sampling_rate", None)
+        if self.medium.part != "feature_extractor" or rate is None:
+            return
+        if size[1] != rate:
+            raise DataError(
+                f"{where}: a sound has {size[1]:,} samples a second, and {self.name} takes "
+                f"{rate:,}; resample it"
+            )
+        longest = getattr(extractor, "n_samples", None)
+        if longest and size[0] > longest and self.growth([size]) == self.growth([(longest, rate)]):
+            raise DataError(
+                f"{where}: a sound has {size[0] / rate:.1f} s, and {self.name} reads the first "
+                f"{longest / rate:.1f} s alone; cut it into parts"
+            )
 
     def tokens(self, text: str) -> list[int]:
         """Return the ids of a text."""
@@ -256,7 +299,7 @@ class ImageProcessor:
     @cached_property
     def _probe(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """Results for two images, and for three: a lone one may be tiled in another way."""
-        one = _blank(_PROBE)
+        one = self.medium.blank(self.medium.probes[0])
         two, three = (
             self._call(f"x{self.placeholder}" * number, [one] * number, return_tensors="pt")
             for number in (2, 3)
@@ -267,7 +310,7 @@ class ImageProcessor:
         self, text: str, sizes: Sequence[Size], **settings: Any
     ) -> tuple[list[dict[str, Any]], list[int]]:
         """Return the growth of placeholders, empty if nothing is known, and ids."""
-        blanks = [_blank(size) for size in sizes]
+        blanks = [self.medium.blank(size) for size in sizes]
         settings = {**settings, "return_text_replacement_offsets": True, "return_tensors": "pt"}
         given = self._call(text, blanks, **settings)
         offsets = given.get("text_replacement_offsets") or [[]]
@@ -276,20 +319,21 @@ class ImageProcessor:
     def _call(self, text: str, pictures: Sequence[Any], **options: Any) -> Mapping[str, Any]:
         try:
             given: Mapping[str, Any] = self._processor(
-                text=[text], images=[list(pictures)], add_special_tokens=False, **options
+                text=[text], add_special_tokens=False, **self._inputs(pictures), **options
             )
         except (ValueError, TypeError, RuntimeError, StopIteration, IndexError) as error:
+            sizes = [getattr(one, "size", None) for one in pictures[:4]]
             raise DataError(
-                f"the processor {self.name} refuses {len(pictures)} images of the sizes "
-                f"{[(one.height, one.width) for one in pictures[:4]]} (height, width): {error}"
+                f"the processor {self.name} refuses {len(pictures)} inputs of the sizes {sizes}: "
+                f"{error}"
             ) from error
         return given
 
-
-def _blank(size: Size) -> Any:
-    from PIL import Image
-
-    return Image.new("RGB", (size[1], size[0]))
+    def _inputs(self, pictures: Sequence[Any]) -> dict[str, Any]:
+        if self.medium.argument == "images":
+            return {"images": [list(pictures)]}
+        rate = self._processor.feature_extractor.sampling_rate
+        return {self.medium.argument: list(pictures), "sampling_rate": rate}
 
 
 def _with_missing_parts(kind: Any) -> Any:
@@ -342,16 +386,18 @@ def _missing_package(folder: Path, error: ImportError) -> ConfigError:
     return ConfigError(f"the processor of {folder} cannot be made ({reason}). {install}")
 
 
-def _image_processor(folder: Path, options: Mapping[str, Any], *, trusts: bool) -> Any:
+def _part(folder: Path, options: Mapping[str, Any], *, trusts: bool, medium: str) -> Any:
+    """Return the part of a folder's processor that makes inputs of a medium."""
     require("transformers", _NEEDS)
-    from transformers import AutoImageProcessor
+    from transformers import AutoFeatureExtractor, AutoImageProcessor
 
-    load: Any = AutoImageProcessor.from_pretrained
+    kind: Any = AutoImageProcessor if medium == "image" else AutoFeatureExtractor
+    load: Any = kind.from_pretrained
     try:
         made = load(folder, trust_remote_code=trusts, **options)
     except OSError as error:
         raise ConfigError(
-            f"{folder} has no image processor ({error}); copy {IMAGE_PROCESSOR_CONFIG} of the "
+            f"{folder} has no {medium} processor ({error}); copy {IMAGE_PROCESSOR_CONFIG} of the "
             "model into the folder"
         ) from error
     unknown = [name for name in options if name not in made.to_dict() and not hasattr(made, name)]

@@ -36,6 +36,11 @@ class RowEntries:
         self._processor = processor
         self._positions = positions
 
+    @property
+    def kind(self) -> str:
+        """Kind of the media: ``image`` or ``audio``."""
+        return "audio" if self._processor.medium.argument == "audio" else "image"
+
     def of_row(self, documents: Sequence[Document], length: int) -> dict[str, Any]:
         """Return the entries of a row of documents, and the rows of positions [4, s] of a model
         that has some. Entries along tokens have the row's length. Padding is a document of text.
@@ -65,7 +70,9 @@ class RowEntries:
         images = document.images
         if images is None:
             return self._processor.entries_of_text(len(document.ids))
-        made, entries = self._processor.document(images.text, images.pictures())
+        made, entries = self._processor.document(
+            images.text, images.decoded(self._processor.medium.decoded)
+        )
         kept = torch.from_numpy(images.kept_positions())
         ids = torch.tensor(made)
         is_equal = len(ids) > int(kept[-1]) and torch.equal(

@@ -96,7 +96,10 @@ class FinetuneData(RunData):
         self._template_options = options.template_options
         self._date = None if options.date is None else parse_date(options.date)
         self._cache = DocumentCache(options.cache_dir, split=options.split, subset=options.subset)
-        self.images: ImageOptions | None = getattr(options, "images", None)
+        self.images: ImageOptions | None = getattr(options, "images", None) or getattr(
+            options, "audio", None
+        )
+        """Options of images, or of sounds."""
         self._known: dict[str, Documents] = {}
         self._train: Sources | None = None
         self._validate: Sources | None = None
@@ -140,7 +143,8 @@ class FinetuneData(RunData):
         preamble = PromptDate(self.date).preamble(self._templates.values())
         template = ChatTemplate(self._templates, special, self.template_values, preamble)
         if self.processor is not None:
-            self.processor.find_placeholder(template.with_image())
+            kind = "image" if self.images is None else self.images.kind
+            self.processor.find_placeholder(template.with_image(kind))
         return template
 
     @property
@@ -159,7 +163,7 @@ class FinetuneData(RunData):
         """
         if self.images is None:
             return None
-        return self._model().image_processor(self.tokenizer, self.images.processor_options)
+        return self._model().image_processor(self.tokenizer, self.images)
 
     @cached_property
     def date(self) -> datetime.date | None:

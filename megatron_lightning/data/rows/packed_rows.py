@@ -106,11 +106,13 @@ class ImagePlace(NamedTuple):
     """Place of an image in a row."""
 
     size: tuple[int, int]
-    """Height and width."""
+    """Height and width, or samples and samples of a second."""
     begin: int
     """First token."""
     end: int
     """Token behind the last."""
+    kind: str = "image"
+    """``image``, or ``audio`` for a sound."""
 
 
 class RowDataset(Dataset[dict[str, Tensor]]):
@@ -185,10 +187,11 @@ class RowDataset(Dataset[dict[str, Tensor]]):
     def image_places(self, row: tuple[int, ...]) -> list[ImagePlace]:
         """Return the size and the tokens of every image in a row, without reading the image."""
         places, begin = [], 0
+        kind = "image" if self._entries is None else self._entries.kind
         for document in (self._sources[number] for number in row):
             for image in () if document.images is None else document.images.images:
                 first, stop = image.place
-                places.append(ImagePlace(image.size, begin + first, begin + stop))
+                places.append(ImagePlace(image.size, begin + first, begin + stop, kind))
             begin += len(document.ids)
         return places
 

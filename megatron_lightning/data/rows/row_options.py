@@ -9,7 +9,7 @@ from typing import Any, get_args
 from megatron_lightning.data.chat.chat_encoding import BadRows, Truncation
 from megatron_lightning.data.chat.chat_template import TrainOn
 from megatron_lightning.data.chat.chat_view import Reasoning
-from megatron_lightning.data.images.image_options import ImageOptions
+from megatron_lightning.data.images.image_options import AudioOptions, ImageOptions
 from megatron_lightning.data.order.resume_order import OnChangedData
 from megatron_lightning.data.rows.packed_rows import Packing
 from megatron_lightning.data.rows.source_list import parse_sources
@@ -127,6 +127,8 @@ class FinetuneOptions(RowOptions):
         split_turns: Whether every answer becomes a separate sample, behind the earlier messages.
         images: Images in conversations, for models of ``transformers`` with a vision tower.
             Default: an image is an error.
+        audio: Sounds in conversations, for models of ``transformers`` with an audio tower. Default:
+            a sound is an error.
 
     Raises:
         ConfigError: If a value, or the combination, cannot work.
@@ -139,9 +141,15 @@ class FinetuneOptions(RowOptions):
     train_on: TrainOn = "answers"
     split_turns: bool = False
     images: ImageOptions | None = None
+    audio: AudioOptions | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.images is not None and self.audio is not None:
+            raise ConfigError(
+                "images and audio are both set, and a processor is asked about one of them; leave "
+                "one out"
+            )
         check_least("packing_window", self.packing_window, 1)
         check_least("balance_rows", self.balance_rows, 0)
         check_choice("packing", self.packing, Packing)

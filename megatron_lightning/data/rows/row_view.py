@@ -83,6 +83,8 @@ def sample_text(
 
 def _image_note(image: ImagePlace) -> str:
     height, width = image.size
+    if image.kind == "audio":
+        return f"[sound {height / width:.2f} s, {image.end - image.begin} tokens]"
     return f"[image {height} \u00d7 {width}, {image.end - image.begin} tokens]"
 
 

@@ -208,7 +208,7 @@ def _undecoded(rows: Any) -> Any:
 
 def _with_bytes(feature: Any) -> Any:
     """Return a type of columns with bytes in the place of decoded images."""
-    if type(feature).__name__ == "Image":
+    if type(feature).__name__ in ("Image", "Audio"):
         return type(feature)(decode=False)
     if isinstance(feature, dict):
         return type(feature)({name: _with_bytes(one) for name, one in feature.items()})

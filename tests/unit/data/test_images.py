@@ -206,9 +206,9 @@ def test_any_kind_of_image_is_read_as_rgb(mode: str, name: str, tmp_path: Path) 
     data = _data("qwen2_5_vl", tmp_path, [_chat(part(name))])
     (image,) = data._documents(data.paths[0])[0].images.images
     assert image.size == (20, 36)
-    (picture,) = data._documents(data.paths[0])[0].images.pictures()
-    assert picture.mode == "RGB"
-    assert abs(np.asarray(picture).mean() - 200) <= 4  # a palette rounds
+    (upright,) = data._documents(data.paths[0])[0].images.decoded(picture)
+    assert upright.mode == "RGB"
+    assert abs(np.asarray(upright).mean() - 200) <= 4  # a palette rounds
 
 
 def test_an_image_of_another_format_runs_no_program(monkeypatch: pytest.MonkeyPatch) -> None:

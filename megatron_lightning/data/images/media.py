@@ -1,0 +1,133 @@
+"""Kinds of media in conversations: what rows and processors call them, and how a file becomes an
+input.
+"""
+
+from __future__ import annotations
+
+import io
+import wave
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_lightning.data.images.image_files import Size, picture, size_of
+from megatron_lightning.errors import DataError
+from megatron_lightning.optional import require
+
+_WIDTHS: Mapping[int, Any] = {1: np.uint8, 2: np.int16, 4: np.int32}
+"""Bytes of a sample in a WAV file -> type. Three bytes are widened to four."""
+
+
+@dataclass(frozen=True)
+class Medium:
+    """A kind of media. Sizes are height and width of images, and samples and rate of sounds."""
+
+    part: str
+    """Part of the processor that makes the inputs."""
+    argument: str
+    """Argument of the processor."""
+    token: str
+    """Attribute of the processor with the placeholder."""
+    probes: tuple[Size, Size]
+    """Sizes of blank inputs."""
+    blank: Callable[[Size], Any]
+    """Returns a blank input."""
+    size_of: Callable[[str, bytes], Size]
+    """Returns the size of a file from its header."""
+    decoded: Callable[[str, bytes], Any]
+    """Returns the input of a file."""
+    cheap: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the processor that change values alone, and save most of their cost."""
+
+
+def _blank_picture(size: Size) -> Any:
+    from PIL import Image
+
+    return Image.new("RGB", (size[1], size[0]))
+
+
+def _blank_sound(size: Size) -> npt.NDArray[np.float32]:
+    return np.zeros(size[0], np.float32)
+
+
+def sound_size(where: str, data: bytes) -> Size:
+    """Return the number of samples and the samples of a second.
+
+    Raises:
+        DataError: If the bytes are no sound.
+    """
+    if data[:4] == b"RIFF":
+        try:
+            with wave.open(io.BytesIO(data)) as file:
+                return file.getnframes(), file.getframerate()
+        except (wave.Error, EOFError):  # such as floating-point samples
+            pass
+    with _opened(where, data) as file:
+        return file.frames, file.samplerate
+
+
+def sound(where: str, data: bytes) -> npt.NDArray[np.float32]:
+    """Return the samples of a sound in [-1, 1], the mean over its channels [n].
+
+    Raises:
+        DataError: If the bytes are no sound.
+    """
+    if data[:4] == b"RIFF":
+        try:
+            return _of_wav(data)
+        except (wave.Error, EOFError):
+            pass
+    with _opened(where, data) as file:
+        samples: npt.NDArray[np.float32] = file.read(dtype="float32", always_2d=True)
+        return np.ascontiguousarray(samples.mean(1))
+
+
+def _of_wav(data: bytes) -> npt.NDArray[np.float32]:
+    with wave.open(io.BytesIO(data)) as file:
+        width, channels = file.getsampwidth(), file.getnchannels()
+        content = file.readframes(file.getnframes())
+    if width == 3:
+        parts = np.frombuffer(content, np.uint8).reshape(-1, 3)
+        content = np.pad(parts, ((0, 0), (1, 0))).tobytes()
+        width = 4
+    values = np.frombuffer(content, _WIDTHS[width]).astype(np.float32).reshape(-1, channels)
+    if width == 1:
+        values -= 128
+    mean: npt.NDArray[np.float32] = values.mean(1) / 2 ** (8 * width - 1)
+    return mean
+
+
+def _opened(where: str, data: bytes) -> Any:
+    """Return an opened file of the package soundfile."""
+    soundfile = require("soundfile", "sounds other than WAV", "pip install soundfile")
+    try:
+        return soundfile.SoundFile(io.BytesIO(data))
+    except Exception as error:
+        raise DataError(f"{where}: a sound cannot be decoded ({error})") from error
+
+
+MEDIA: Mapping[str, Medium] = {
+    "image": Medium(
+        "image_processor",
+        "images",
+        "image_token",
+        ((24, 24), (40, 100)),
+        _blank_picture,
+        size_of,
+        picture,
+        {"resample": 0, "do_rescale": False, "do_normalize": False},
+    ),
+    "audio": Medium(
+        "feature_extractor",
+        "audio",
+        "audio_token",
+        ((4000, 16000), (9000, 16000)),
+        _blank_sound,
+        sound_size,
+        sound,
+    ),
+}
+"""Name of a kind -> the kind."""
