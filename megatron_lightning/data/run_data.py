@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron_lightning.data.images.image_options import ImageOptions
     from megatron_lightning.data.images.image_positions import ImagePositions
     from megatron_lightning.data.images.image_processor import ImageProcessor
+    from megatron_lightning.data.rows.row_costs import RowCosts
 
 Batch = dict[str, torch.Tensor]
 
@@ -52,6 +53,11 @@ class RunModel(Protocol):
 
     def image_positions(self) -> ImagePositions | None:
         """Return the positions of a model that has several a token. None: it has one."""
+
+    def row_costs(self, longest: int) -> RowCosts | None:
+        """Return the operations of documents of up to ``longest`` tokens. None: the model has no
+        formulas.
+        """
 
     def generation_ends(self, tokenizer: object = None) -> tuple[int, ...]:
         """Return the ids at which generation stops, of the generation configuration beside the

@@ -23,8 +23,11 @@ from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
 from megatron_lightning.data.images.image_options import ImageOptions
 from megatron_lightning.data.images.image_positions import ImagePositions
 from megatron_lightning.data.images.image_processor import ImageProcessor
+from megatron_lightning.data.rows.row_costs import CostTable, RowCosts
 from megatron_lightning.errors import CheckpointError, ConfigError, DataError
 from megatron_lightning.file_names import GENERATION_CONFIG
+from megatron_lightning.planning.document_costs import image_operations, text_operations
+from megatron_lightning.recipe_reading.image_models import trained_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +89,7 @@ class ModelFacts:
     Args:
         folder: Folder of the model. None: the model needs no folder.
         vocab_size: Size of the vocabulary, if a ``TransformerConfig`` says it.
+        config: Configuration of a ``GPTModel``.
         fills_experts: Whether experts are filled to a capacity.
         reads_scores: Whether the loss reads scores of a reference from the data.
         reads_margins: Whether the loss reads margins of pairs from the data.
@@ -93,6 +97,7 @@ class ModelFacts:
 
     folder: ModelFolder | None = None
     vocab_size: int | None = None
+    config: TransformerConfig | None = None
     fills_experts: bool = False
     reads_scores: bool = False
     reads_margins: bool = False
@@ -107,6 +112,7 @@ class ModelFacts:
         return cls(
             folder=folder if isinstance(folder, ModelFolder) else None,
             vocab_size=size if isinstance(size, int) else None,
+            config=config if isinstance(config, TransformerConfig) else None,
             fills_experts=moe is not None and moe.pad_expert_input_to_capacity,
             reads_scores=getattr(module, "reference", None) == "scores",
             reads_margins=getattr(module, "reads_margins", False) is True,
@@ -154,6 +160,20 @@ class ModelFacts:
             return None
         with self.folder.files() as folder:
             return ImagePositions.load(folder, trusts=self.folder.trust_remote_code)
+
+    def row_costs(self, longest: int) -> RowCosts | None:
+        """Return the operations of documents of up to ``longest`` tokens, as if all parameters were
+        trained. None: the model has no formulas.
+        """
+        config, tower = self.config, None
+        if config is None and self.folder is not None:
+            with self.folder.files() as folder:
+                found = trained_model(folder, trusts=self.folder.trust_remote_code)
+            config, tower = found or (None, None)
+        if config is None:
+            return None
+        image = None if tower is None else CostTable(*image_operations(tower, longest))
+        return RowCosts(CostTable(*text_operations(config, longest)), image)
 
     def generation_ends(self, tokenizer: object = None) -> tuple[int, ...]:
         """Return the ids at which generation stops, of the generation configuration beside the

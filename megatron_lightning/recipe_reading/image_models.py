@@ -28,6 +28,7 @@ from megatron_lightning.planning.ledger.tower_memory import TowerLinear, TowerSi
 _POSITIONS = ("rope_parameters", "rope_scaling", "rope_theta")
 """Settings of text models without an effect on sizes."""
 _IDENTITY = ("model_type", "architectures", "transformers_version", "dtype")
+_KINDS = ("AutoModelForImageTextToText", "AutoModelForCausalLM")
 
 
 def image_model(
@@ -45,24 +46,43 @@ def image_model(
     Raises:
         ConfigError: If no family of :class:`GPTModel` has the weights of the text model.
     """
-    require("transformers", HF_FOLDER)
-    from transformers import AutoConfig, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
     folder = local_folder(path, revision=options.get("revision"), weights=False)
-    trusts = options.get("trust_remote_code", False)
+    model = _on_meta(folder, _KINDS[:1], trusts=options.get("trust_remote_code", False))
+    if model is None or not towers_of(model):
+        return None
+    return _text_config(model, folder), _tower(model, freeze, train_only)
+
+
+def trained_model(
+    folder: Path, *, trusts: bool
+) -> tuple[TransformerConfig, TowerSizes | None] | None:
+    """Return the sizes of the model of a folder, perhaps without weights: of its text, and of a
+    tower of images. None: no family of :class:`GPTModel` has the weights of the text model.
+    """
+    model = _on_meta(folder, _KINDS, trusts=trusts)
+    try:
+        config = None if model is None else _text_config(model, folder)
+    except ConfigError:
+        return None
+    return config and (config, _tower(model, (), ()) if towers_of(model) else None)
+
+
+def _on_meta(folder: Path, kinds: Sequence[str], *, trusts: bool) -> Any:
+    """Return a folder's model of one of some kinds, without values. None: it has another kind."""
+    require("transformers", HF_FOLDER)
+    import transformers
+    from transformers import AutoConfig
+
     try:
         theirs = AutoConfig.from_pretrained(folder, trust_remote_code=trusts)
     except (OSError, ValueError):  # a checkpoint, or no folder of transformers
         return None
-    if type(theirs) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return None
-    make: Any = AutoModelForImageTextToText.from_config
-    with torch.device("meta"):
-        model: Any = make(theirs)
-    if not towers_of(model):
-        return None
-    return _text_config(model, folder), _tower(model, freeze, train_only)
+    for name in kinds:
+        kind: Any = getattr(transformers, name)
+        if type(theirs) in kind._model_mapping:
+            with torch.device("meta"):
+                return kind.from_config(theirs)
+    return None
 
 
 def _text_config(model: Any, folder: Path) -> TransformerConfig:
@@ -130,6 +150,9 @@ def _tower(model: Any, freeze: Sequence[str], train_only: Sequence[str]) -> Towe
         trained=sum(trained.values()),
         linears=linears,
         patches_per_token=_patches_per_token(model, linears),
+        num_blocks=_num_blocks(model, linears),
+        width=_width(linears),
+        tile_patches=_tile_patches(model),
     )
 
 
@@ -156,6 +179,28 @@ def _patches_per_token(model: Any, linears: Sequence[TowerLinear]) -> float:
         return float(merged**2)
     if pooled := getattr(model.config, "mm_tokens_per_image", None):
         return float((vision.image_size // vision.patch_size) ** 2 / pooled)
-    width = next((one.features_in for one in linears if one.is_in_block), 0)
+    width = _width(linears)
     first = next((one.features_in for one in linears if not one.is_in_block), width)
     return float(first // width if width and first % width == 0 else 1)
+
+
+def _width(linears: Sequence[TowerLinear]) -> int:
+    """Return the features of a patch between blocks."""
+    return next((one.features_in for one in linears if one.is_in_block), 0)
+
+
+def _num_blocks(model: nn.Module, linears: Sequence[TowerLinear]) -> int:
+    """Return the number of blocks of a tower."""
+    path = next((one.path for one in linears if one.is_in_block), "")
+    segments = path.split(".")
+    around = (model.get_submodule(".".join(segments[:end])) for end in range(1, len(segments)))
+    return next((len(one) for one in around if isinstance(one, nn.ModuleList)), 0)
+
+
+def _tile_patches(model: Any) -> int | None:
+    """Return the patches of a picture of fixed size. None: the size is the image's."""
+    vision: Any = getattr(model.config, "vision_config", None)
+    sizes = (getattr(vision, name, None) for name in ("image_size", "patch_size"))
+    whole, patch = (one[0] if isinstance(one, list | tuple) else one for one in sizes)
+    is_free = getattr(vision, "spatial_merge_size", None) is not None
+    return None if is_free or not whole or not patch else (whole // patch) ** 2

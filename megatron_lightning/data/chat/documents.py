@@ -116,6 +116,14 @@ class Documents(Sequence[Document]):
         """Tokens of every document [D]."""
         return np.asarray(np.diff(self._bounds), np.int64)
 
+    @property
+    def image_tokens(self) -> list[list[int]] | None:
+        """Tokens of each image of every document. None: no document has images."""
+        if self._images is None:
+            return None
+        found = map(self._images.__getitem__, range(len(self)))
+        return [[] if one is None else one.num_tokens for one in found]
+
     def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")

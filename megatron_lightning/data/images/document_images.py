@@ -93,6 +93,11 @@ class DocumentImages:
         """Digests of all images."""
         return "".join(image.digest for image in self.images)
 
+    @property
+    def num_tokens(self) -> list[int]:
+        """Tokens of each image."""
+        return [image.place[1] - image.place[0] for image in self.images]
+
     def is_image(self, length: int) -> npt.NDArray[np.bool_]:
         """Return whether each of ``length`` tokens belongs to an image."""
         marks = np.zeros(length, np.bool_)

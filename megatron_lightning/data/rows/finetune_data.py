@@ -42,6 +42,7 @@ from megatron_lightning.data.rows.packed_rows import (
     held_out,
 )
 from megatron_lightning.data.rows.packing import Numbers, Rows, efficiency, pack
+from megatron_lightning.data.rows.row_costs import RowCosts, Values
 from megatron_lightning.data.rows.row_options import FinetuneOptions
 from megatron_lightning.data.rows.row_report import describe_documents
 from megatron_lightning.data.rows.source_list import parse_sources
@@ -240,8 +241,20 @@ class FinetuneData(RunData):
                 seed=self.seed,
                 window=self.packing_window,
                 balanced=self.balance_rows,
+                costs=self._costs_of(self._train),
                 num_full=self.batch_size * self._num_replicas() if self._cuts else 0,
             )
+
+    @cached_property
+    def _row_costs(self) -> RowCosts | None:
+        """Operations of the model, by which rows are balanced. None: they are not, or by the
+        squares of lengths.
+        """
+        return self._model().row_costs(self.sequence_length) if self.balance_rows else None
+
+    def _costs_of(self, sources: Sources) -> Values | None:
+        costs = self._row_costs
+        return costs and costs.of_documents(sources.lengths, sources.image_tokens())
 
     @property
     def _cuts(self) -> CutRows | None:
@@ -359,6 +372,7 @@ class FinetuneData(RunData):
             "packing": self.packing,
             "packing_window": self.packing_window if self.packing == "online" else None,
             "balance_rows": self.balance_rows,
+            "row_costs": self._row_costs and self._row_costs.digest,
             "val_fraction": self.val_fraction,
             "weights": None if self.weights is None else list(self.weights),
             "documents": [self._documents(path).digest[:16] for path in self.paths],

@@ -77,6 +77,17 @@ class Sources:
         row = int(self._chosen[source][number - self._starts[source]])
         return self._parts[source][row]
 
+    def image_tokens(self) -> list[list[int]]:
+        """Return the tokens of each image of every document. Empty: there are no images."""
+        parts = [getattr(part, "image_tokens", None) for part in self._parts]
+        if not any(parts):
+            return []
+        return [
+            [] if tokens is None else tokens[number]
+            for tokens, numbers in zip(parts, self._chosen, strict=True)
+            for number in numbers.tolist()
+        ]
+
     def order(self, seed: int, number: int) -> Numbers:
         """Return the documents of pass ``number`` over the data, shuffled.
 
@@ -228,8 +239,9 @@ class RowOrder(Sampler[tuple[int, ...]]):
         packing: None, the same rows in every epoch, or new rows in every epoch.
         seed: Of the order.
         window: Documents packed together, with ``online``.
-        balanced: Rows of a step on all ranks. The rows of a step are ordered by the cost of
-            attention. Ranks take every n-th row, and so get similar costs. 0: rows keep the order.
+        balanced: Rows of a step on all ranks. The rows of a step are ordered by their cost. Ranks
+            take every n-th row, and so get similar costs. 0: rows keep the order.
+        costs: Cost of each document. None: the square of the length, as attention's.
         num_full: First rows of a run whose batches keep the full length.
     """
 
@@ -242,6 +254,7 @@ class RowOrder(Sampler[tuple[int, ...]]):
         seed: int,
         window: int,
         balanced: int = 0,
+        costs: npt.NDArray[Any] | None = None,
         num_full: int = 0,
     ) -> None:
         self._sources = sources
@@ -251,6 +264,7 @@ class RowOrder(Sampler[tuple[int, ...]]):
         self._seed = seed
         self._window = window
         self._balanced = balanced
+        self._costs = sources.lengths**2 if costs is None else costs
         self._epoch, self._ahead = 0, 0
         self.generator = torch.Generator().manual_seed(0)
         """Generator seeded with the next epoch. Checkpoints keep and restore the
@@ -289,9 +303,8 @@ class RowOrder(Sampler[tuple[int, ...]]):
         return (FullRow(row) if i < num_full else row for i, row in enumerate(rows))
 
     def _dealt_rows(self, rows: Iterator[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-        squares = self._sources.lengths**2
         steps = iter(lambda: list(islice(rows, self._balanced)), [])
-        return (row for step in steps for row in _dealt(step, squares))
+        return (row for step in steps for row in _dealt(step, self._costs))
 
     def _epoch_rows(self) -> Iterator[tuple[int, ...]]:
         epoch = self.generator.initial_seed()
@@ -307,11 +320,11 @@ class RowOrder(Sampler[tuple[int, ...]]):
             skipped, number = max(0, skipped - len(rows)), number + 1
 
 
-def _dealt(step: list[tuple[int, ...]], squares: Numbers) -> list[tuple[int, ...]]:
+def _dealt(step: list[tuple[int, ...]], costs: npt.NDArray[Any]) -> list[tuple[int, ...]]:
     """Return the rows of a step, the costly half by falling cost and then the cheap half by rising
     cost: where ranks take every n-th row, a cheap row follows a costly one.
     """
-    rows = sorted(step, key=lambda row: -int(squares[list(row)].sum()))
+    rows = sorted(step, key=lambda row: -float(costs[list(row)].sum()))
     half = (len(rows) + 1) // 2
     return rows[:half] + rows[half:][::-1]
 

@@ -120,9 +120,9 @@ class FinetuneOptions(RowOptions):
         packing: ``none``: a document is a row. ``offline``: documents are packed into rows once.
             ``online``: documents are packed anew in every epoch, in the order of the epoch.
         packing_window: Documents packed together with ``online``.
-        balance_rows: Rows of a global batch. If set, the rows of a batch are ordered by the cost of
-            attention (the sum of squares of the documents), so that data-parallel ranks wait less
-            for each other. 0: rows keep the order.
+        balance_rows: Rows of a global batch. If set, the rows of a batch are ordered by the model's
+            operations, of text and of images, so that data-parallel ranks wait less for each other.
+            0: rows keep the order.
         train_on: All answers of a conversation, or only the last answer.
         split_turns: Whether every answer becomes a separate sample, behind the earlier messages.
         images: Images in conversations, for models of ``transformers`` with a vision tower.

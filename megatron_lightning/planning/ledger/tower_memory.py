@@ -59,6 +59,12 @@ class TowerSizes:
     linears: tuple[TowerLinear, ...]
     patches_per_token: float
     """Patches of a tower that become one token of text."""
+    num_blocks: int = 0
+    """Blocks of the tower."""
+    width: int = 0
+    """Features of a patch between blocks."""
+    tile_patches: int | None = None
+    """Patches of a picture or tile of fixed size. None: an image is processed as one."""
     image_tokens: int = 0
     """Tokens of the images of a sample."""
 
@@ -70,6 +76,12 @@ class TowerSizes:
     def multiply_adds(self) -> float:
         """Return the multiply-adds of the linear layers for a sample. Attention is left out."""
         return float(sum(rows * one.features_in * one.features_out for rows, one in self._rows()))
+
+    def mixing(self) -> float:
+        """Return the multiply-adds of full attention over one image, or over each tile of it."""
+        patches = self.num_patches
+        seen = patches if self.tile_patches is None else min(patches, self.tile_patches)
+        return 2.0 * self.num_blocks * self.width * patches * seen
 
     def cost(self, config: TransformerConfig) -> float:
         """Return the cost beside the layers of text, in layers, by parameters. 0: too small to move
