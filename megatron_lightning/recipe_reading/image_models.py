@@ -141,7 +141,13 @@ def _tower(model: Any, freeze: Sequence[str], train_only: Sequence[str]) -> Towe
         if any(p.fullmatch(path) for p in patterns for path in _paths(name)) == bool(train_only)
     }
     linears = tuple(
-        TowerLinear(path, one.in_features, one.out_features, _is_in_block(model, path))
+        TowerLinear(
+            path,
+            one.in_features,
+            one.out_features,
+            _is_in_block(model, path),
+            is_trained=f"{path}.weight" in trained,
+        )
         for path, one in model.named_modules()
         if isinstance(one, nn.Linear) and f"{path}.weight" in own
     )

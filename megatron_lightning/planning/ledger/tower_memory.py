@@ -8,8 +8,9 @@ under ``zero1``, because ranks without images do not gather them:
     weights    gradients    optimizer
     w P        4 T          (8 + m) T / n, with ddp n = 1
 
-If anything in them is trained, every linear layer keeps its input and its output for each of its
-rows. Rows are patches in the blocks of a tower, and tokens behind. A frozen tower keeps nothing.
+From the first trained layer on, every linear layer keeps its input and its output for each of its
+rows. Rows are patches in the blocks of a tower, and tokens behind. Frozen layers before it keep
+nothing.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class TowerLinear(NamedTuple):
     features_out: int
     is_in_block: bool
     """Whether rows are patches. False: tokens."""
+    is_trained: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,8 @@ class TowerSizes:
         """
         names = [name for name in unit_names(config) if layer_of(name) is not None]
         total = sum(count_unit(config, ParallelLayout(), name).total for name in names)
-        cost = len(names) * self.parameters / total * (1.0 if self.trained else _FORWARD_SHARE)
+        work = self.trained + _FORWARD_SHARE * (self.parameters - self.trained)
+        cost = len(names) * work / total
         return cost if cost >= _SMALLEST_COST else 0.0
 
     def num_trained(self, adapters: AdapterSizes | None) -> int:
@@ -123,7 +126,12 @@ class TowerSizes:
         each = sizes.micro_batch_size * sizes.element
         widths = [rows * (one.features_in + one.features_out) for rows, one in self._rows()]
         working = each * max(widths, default=0)
-        kept = each * sum(widths) if self.num_trained(adapters) else 0
+        trained = (
+            one.is_trained if adapters is None else adapters.adapts_path(one.path)
+            for one in self.linears
+        )
+        first_trained = next((n for n, is_trained in enumerate(trained) if is_trained), None)
+        kept = 0 if first_trained is None else each * sum(widths[first_trained:])
         forward = max(kept + working, kept + first.forward_peak)
         backward = max(kept + 2 * working if kept else 0, kept + first.backward_peak)
         return replace(first, kept=first.kept + kept, forward_peak=forward, backward_peak=backward)

@@ -78,10 +78,11 @@ def test_a_frozen_tower_has_weights_alone() -> None:
     path = _folder("llava")
     own = image_model(str(path))
     assert own is not None
-    trained, frozen, adapted = (
+    trained, projector, frozen, adapted = (
         _planned(path, *options, image_tokens=32)["bytes"]["fullest_rank"]
         for options in (
             (),
+            ("model.init_args.freeze=[model.vision_tower]",),
             ("model.init_args.freeze=[model.vision_tower, model.multi_modal_projector]",),
             ("model.init_args.peft={r: 2, exclude_modules: ['**.vision_tower.**']}",),
         )
@@ -90,7 +91,7 @@ def test_a_frozen_tower_has_weights_alone() -> None:
     assert frozen["weights"] == trained["weights"]
     assert trained["gradients"] - frozen["gradients"] == 4 * size
     assert trained["optimizer"] - frozen["optimizer"] == 12 * size // 2  # zero1 on two ranks
-    assert trained["activations"] > frozen["activations"]
+    assert trained["activations"] > projector["activations"] > frozen["activations"]
     assert adapted["gradients"] < 4 * size
 
 
