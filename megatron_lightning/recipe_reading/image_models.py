@@ -64,7 +64,9 @@ def trained_model(
         config = None if model is None else _text_config(model, folder)
     except ConfigError:
         return None
-    return config and (config, _tower(model, (), ()) if towers_of(model) else None)
+    if config is None:
+        return None
+    return config, _tower(model, (), ()) if towers_of(model) else None
 
 
 def _on_meta(folder: Path, kinds: Sequence[str], *, trusts: bool) -> Any:

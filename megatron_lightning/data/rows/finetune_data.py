@@ -254,7 +254,9 @@ class FinetuneData(RunData):
 
     def _costs_of(self, sources: Sources) -> Values | None:
         costs = self._row_costs
-        return costs and costs.of_documents(sources.lengths, sources.image_tokens())
+        if costs is None:
+            return None
+        return costs.of_documents(sources.lengths, sources.image_tokens())
 
     @property
     def _cuts(self) -> CutRows | None:

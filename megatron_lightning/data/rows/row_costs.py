@@ -22,7 +22,7 @@ class CostTable:
 
     def of(self, tokens: npt.ArrayLike) -> Values:
         """Return the operations at numbers of tokens."""
-        return np.interp(tokens, self.tokens, self.operations)
+        return np.interp(np.asarray(tokens, np.float64), self.tokens, self.operations)
 
 
 @dataclass(frozen=True)
