@@ -7,11 +7,12 @@ Time: forward and backward of a layer of 1,024 x 1,024 on 2,048 tokens, whose we
 a step, beside the plain layer, in turn, in processor seconds.
 
 Worth: a GPT of two layers learns the bytes of this project's pages, and is then trained for further
-steps in three ways, from the same weights on the same batches:
+steps, whose learning rate ends at 0:
 
     PTQ   without rounding, rounded at the end
-    QAT   with rounding
-    QAD   with rounding, by the predictions of the model that PTQ rounds
+    QAT   from the same weights on the same batches, with rounding
+    QAD   from the weights that PTQ rounds on the same batches again, with rounding, by the
+          predictions of these weights without rounding, and no labels
 
 Losses are those of pages that no training has seen, computed with rounded weights.
 """
@@ -50,8 +51,8 @@ class Size(NamedTuple):
     tokens: int = 2048
     rounds: int = 15
     seeds: int = 5
-    first_steps: int = 400
-    further_steps: int = 200
+    first_steps: int = 300
+    further_steps: int = 150
 
 
 # -------------------------------------------------------------------------------------------- time
@@ -97,15 +98,16 @@ def losses(size: Size, seed: int) -> dict[str, float]:
     corpus = torch.frombuffer(bytearray(pages), dtype=torch.uint8).long()
     seen, unseen = corpus[: -len(corpus) // 10], corpus[-len(corpus) // 10 :]
     model = GPTModel(_config())
-    _train(model, _batches(seen, size.first_steps, seed), 3e-3)
+    _train(model, _batches(seen, size.first_steps, seed), 3e-3, size.first_steps, last=1e-3)
     plain = copy.deepcopy(model)
-    _train(plain, _batches(seen, size.further_steps, seed + 100), 1e-3)
+    further = size.further_steps
+    _train(plain, _batches(seen, further, seed + 100), 1e-3, further)
     found = {"plain": _held_out(plain, unseen)}
     for name, qat in FORMATS.items():
         found[f"{name} PTQ"] = _held_out(_rounding(plain, qat), unseen)
-        for kind, teacher in (("QAT", None), ("QAD", plain)):
-            student = _rounding(model, qat)
-            _train(student, _batches(seen, size.further_steps, seed + 100), 1e-3, teacher)
+        for kind, start, teacher in (("QAT", model, None), ("QAD", plain, plain)):
+            student = _rounding(start, qat)
+            _train(student, _batches(seen, further, seed + 100), 1e-3, further, teacher=teacher)
             found[f"{name} {kind}"] = _held_out(student, unseen)
     return found
 
@@ -133,9 +135,13 @@ def _train(
     model: nn.Module,
     batches: Iterator[tuple[Tensor, Tensor]],
     rate: float,
+    num_steps: int,
+    *,
+    last: float = 0.0,
     teacher: nn.Module | None = None,
 ) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), rate)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, last / rate, num_steps)
     for tokens, labels in batches:
         logits = model(tokens).flatten(0, 1).float()
         loss = F.cross_entropy(logits, labels.flatten())
@@ -147,6 +153,7 @@ def _train(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        schedule.step()
 
 
 @torch.no_grad()
