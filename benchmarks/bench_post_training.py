@@ -8,8 +8,8 @@ environment waits as long as the updates of a generation take. Rows a second of 
 ``max_staleness`` 1 and 0, in turn: the updates hide the waits, or do not. By time of day, since
 waits are no processor seconds: the machine needs two free cores.
 
-*Replay*: steps of one model on the same tokens: fine-tuning, a policy on recorded rows, and the
-policy with the high-entropy part of the tokens and a correction. In turn, by processor seconds.
+*Replay*: steps of one model on the same tokens: fine-tuning, a policy on recorded rows, and a
+policy with a correction of the sampler. Policies log entropies. In turn, by processor seconds.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import machine
@@ -44,6 +45,8 @@ from megatron_lightning.strategies import MegatronStrategy
 
 GOAL = 1.4
 """Least ratio of rows a second with and without a generation ahead."""
+REPLAY_LIMIT, CORRECTION_LIMIT = 1.1, 1.15
+"""Most time of a policy's step over fine-tuning, and of one with a correction over one without."""
 GENERATIONS, ROWS, SAMPLES, ITERATIONS = 6, 8, 4, 4
 
 
@@ -188,8 +191,71 @@ def measure_ahead(size: Size, num_rounds: int) -> dict[str, Any]:
     return {"wait_s": wait_s, "rows_per_s": found}
 
 
+class _Seconds(pl.Callback):
+    """Processor seconds of every step behind the first."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self._start = 0.0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._start = time.process_time()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.values.append(time.process_time() - self._start)
+
+
+def _recorded(length: int) -> dict[str, torch.Tensor]:
+    """Return rows of sampled tokens behind a prompt of a quarter of their length."""
+    draws = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 256, (ROWS, length + 1), generator=draws)
+    labels = tokens[:, 1:].clone()
+    labels[:, : length // 4] = -100
+    return {
+        "tokens": tokens[:, :-1], "labels": labels,
+        "logprobs": torch.full((ROWS, length), -5.5),
+        "advantages": torch.randn(ROWS, generator=draws),
+    }  # fmt: skip
+
+
+def measure_replay(size: Size, num_rounds: int) -> dict[str, list[float]]:
+    """Train three modules on the same rows, in turn: median processor seconds of a step."""
+    torch.set_num_threads(1)
+    rows = _recorded(8 * size.answer)
+    found: dict[str, list[float]] = {"fine-tuning": [], "policy": [], "with a correction": []}
+    with tempfile.TemporaryDirectory() as folder:
+        size.write(folder)
+        for _ in range(num_rounds):
+            for name, values in found.items():
+                module: Any = HuggingFaceModule(folder, learning_rate=1e-6)
+                batch = dict(rows)
+                if name == "fine-tuning":
+                    batch = {"tokens": rows["tokens"], "labels": rows["labels"]}
+                elif name == "policy":
+                    module = PolicyModule(module)
+                else:
+                    module = PolicyModule(module, importance_sampling_correction="token_truncate")
+                seconds = _Seconds()
+                trainer = pl.Trainer(
+                    strategy=MegatronStrategy(
+                        pipeline_options=PipelineOptions(explicit_steps=name != "fine-tuning")
+                    ),
+                    accelerator="cpu", devices=1, max_steps=6, callbacks=[seconds], logger=False,
+                    enable_checkpointing=False, enable_progress_bar=False,
+                    enable_model_summary=False,
+                )  # fmt: skip
+                dataset: Any = [
+                    {entry: x[row] for entry, x in batch.items()} for row in range(ROWS)
+                ]
+                trainer.fit(module, DataLoader(6 * dataset, batch_size=ROWS))
+                values.append(statistics.median(seconds.values[1:]))
+    return found
+
+
 def _page(facts: Mapping[str, Any], size: Size, found: Mapping[str, Any], ratio: Ratio) -> str:
-    rows = found["rows_per_s"]
+    rows, steps = found["rows_per_s"], found["step_s"]
+    replay = ratio_of_medians(steps["policy"], steps["fine-tuning"])
+    corrected = ratio_of_medians(steps["with a correction"], steps["policy"])
     lines = [
         f"# Post-training, {facts['date'][:10]}",
         "",
@@ -206,6 +272,17 @@ def _page(facts: Mapping[str, Any], size: Size, found: Mapping[str, Any], ratio:
         "",
         f"1 over 0: {ratio} (goal: at least {GOAL}; "
         f"{'met' if ratio.low >= GOAL else 'not met'} by the whole interval).",
+        "",
+        f"Steps on the same {ROWS} x {8 * size.answer} tokens, processor seconds:",
+        "",
+        "| step | s, median of the fits |",
+        "| --- | --- |",
+        *(f"| {name} | {statistics.median(values):.3f} |" for name, values in steps.items()),
+        "",
+        f"Policy over fine-tuning: {replay} (limit {REPLAY_LIMIT}; "
+        f"{'kept' if replay.keeps(REPLAY_LIMIT) else 'not kept'}). With a correction over "
+        f"without: {corrected} (limit {CORRECTION_LIMIT}; "
+        f"{'kept' if corrected.keeps(CORRECTION_LIMIT) else 'not kept'}).",
     ]
     return "\n".join(lines) + "\n"
 
@@ -213,7 +290,7 @@ def _page(facts: Mapping[str, Any], size: Size, found: Mapping[str, Any], ratio:
 def run(size: Size, num_rounds: int, folder: Path | None) -> str:
     """Measure, write a page into ``folder``, and return the page."""
     facts = machine.describe()
-    found = measure_ahead(size, num_rounds)
+    found = {"step_s": measure_replay(size, num_rounds), **measure_ahead(size, num_rounds)}
     rows = found["rows_per_s"]
     ratio = ratio_of_medians(rows["1"], rows["0"])
     facts["load_average_at_end"] = machine.describe()["load_average"]

@@ -217,6 +217,24 @@ def test_replicas_split_unequal_conversations(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pp", "cp", "fsdp"])
+def test_turns_are_replayed_on_another_layout(tmp_path: Path, layout: str) -> None:
+    write(tmp_path)
+    sampled = fit(str(tmp_path))
+    options = {
+        "pp": {PP: 2, "micro_batch_size": 2},
+        "cp": {"context_parallel_size": 2},
+        "fsdp": {"data_parallel": "fsdp"},
+    }[layout]
+    of_data = {
+        "replay": f"{tmp_path}/rollouts/version_0",
+        "batch_size": 2 if layout == "fsdp" else 4,
+    }
+    for own in run_ranks(2, _on_ranks, str(tmp_path), options, of_data, timeout_s=600):
+        assert own.norms == pytest.approx(sampled.norms, rel=1e-5)
+
+
+@pytest.mark.slow
 def test_updates_that_share_a_generation_are_not_alike_on_fsdp(tmp_path: Path) -> None:
     """The first one of each generation samples, by another number of forwards, and scores."""
     write(tmp_path)
