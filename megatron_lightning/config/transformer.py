@@ -50,7 +50,7 @@ from megatron_lightning.config.transformer_checks import (
 from megatron_lightning.config.value_checks import check_choice, check_counts
 
 Normalization = Literal["RMSNorm", "LayerNorm"]
-NormPlacement = Literal["pre", "post", "sandwich"]
+NormPlacement = Literal["pre", "post", "sandwich", "parallel"]
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 Activation = Literal[
     "swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "silu",
@@ -97,9 +97,12 @@ class TransformerConfig:
     """Kind of the norms."""
     norm_placement: NormPlacement = "pre"
     """Norms of attention and feed-forward: of their inputs, of their outputs before these join the
-    residual stream (OLMo 2), or of both."""
+    residual stream (OLMo 2), or of both (sandwich). parallel: attention and feed-forward read one
+    norm of the layer's input, and join the stream together (Cohere)."""
     layernorm_zero_centered_gamma: bool = False
     """Whether norms multiply by 1 + weight, with weights around 0 (Gemma, Nemotron)."""
+    layernorm_bias: bool = True
+    """Whether a LayerNorm has a bias (Cohere's has none). Without meaning for RMSNorm."""
     layernorm_epsilon: float = 1e-5
     """Added to the variance in the norms."""
     position_embedding_type: PositionEmbedding | None = None
@@ -316,7 +319,12 @@ class TransformerConfig:
     @property
     def norms_outputs(self) -> bool:
         """Whether outputs of attention and feed-forward are normed."""
-        return self.norm_placement != "pre"
+        return self.norm_placement in ("post", "sandwich")
+
+    @property
+    def norms_middle(self) -> bool:
+        """Whether the feed-forward has a norm of its own before."""
+        return self.norm_placement in ("pre", "sandwich")
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:

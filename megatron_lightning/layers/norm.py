@@ -108,7 +108,8 @@ class LayerNorm(nn.LayerNorm):
         if not self.zero_centered:
             return super().forward(input)
         wide_x = _wide(input)
-        gain, bias = 1.0 + self.weight.to(wide_x), self.bias.to(wide_x)
+        gain = 1.0 + self.weight.to(wide_x)
+        bias = None if self.bias is None else self.bias.to(wide_x)
         out = F.layer_norm(input.to(wide_x), self.normalized_shape, gain, bias, self.eps)
         return out.to(input.dtype)
 
@@ -120,7 +121,8 @@ class MixedLayerNorm(LayerNorm):
         """Normalize [..., size]."""
         if input.dtype == self.weight.dtype:
             return super().forward(input)
-        weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
+        weight = self.weight.to(input.dtype)
+        bias = None if self.bias is None else self.bias.to(input.dtype)
         weight = 1.0 + weight if self.zero_centered else weight
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps).to(
             self.weight.dtype
@@ -166,7 +168,8 @@ def build_norm(config: TransformerConfig, size: int) -> nn.Module:
         else (RMSNorm, LayerNorm if config.layernorm_zero_centered_gamma else nn.LayerNorm)
     )
     kind = rms if config.normalization == "RMSNorm" else layer
-    norm = kind(size, eps=config.layernorm_epsilon)
+    options = {} if issubclass(kind, nn.RMSNorm) else {"bias": config.layernorm_bias}
+    norm = kind(size, eps=config.layernorm_epsilon, **options)
     if config.layernorm_zero_centered_gamma and isinstance(norm, (RMSNorm, LayerNorm)):
         norm.zero_centered = True
         nn.init.zeros_(norm.weight)

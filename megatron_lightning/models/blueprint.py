@@ -109,7 +109,8 @@ def norm(
     config: TransformerConfig, path: str, size: int, kind: WeightKind = "norm"
 ) -> tuple[Weight, ...]:
     """Return the parameters of a norm, or nothing if ``size`` is 0."""
-    names = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+    has_bias = config.normalization == "LayerNorm" and config.layernorm_bias
+    names = ("weight", "bias") if has_bias else ("weight",)
     return tuple(Weight(path=f"{path}.{name}", shape=(size,), kind=kind) for name in names if size)
 
 
@@ -224,14 +225,13 @@ def _latent_projections(config: TransformerConfig, moe: MoEConfig) -> tuple[Weig
 def _transformer_layer(
     config: TransformerConfig, feed_forward: Callable[[TransformerConfig], tuple[Weight, ...]]
 ) -> tuple[Weight, ...]:
-    norm_before, behind = (
-        config.hidden_size * n for n in (config.norms_inputs, config.norms_outputs)
-    )
+    norms = (config.norms_inputs, config.norms_middle, config.norms_outputs)
+    before, middle, behind = (config.hidden_size * there for there in norms)
     return (
-        *norm(config, "input_layernorm", norm_before),
+        *norm(config, "input_layernorm", before),
         *_inside("self_attention", attention(config)),
         *norm(config, "post_self_attn_layernorm", behind),
-        *norm(config, "pre_mlp_layernorm", norm_before),
+        *norm(config, "pre_mlp_layernorm", middle),
         *_inside("mlp", feed_forward(config)),
         *norm(config, "post_mlp_layernorm", behind),
     )

@@ -73,36 +73,40 @@ def _of_experts(sequence: SequenceInfo | None) -> dict[str, Any]:
 
 class TransformerLayer(nn.Module):
     """Attention and feed-forward or experts, each added to the residual stream, with a norm before
-    (pre-norm), behind, or both.
+    (pre-norm), behind, or both, or with one norm before both (parallel).
     """
-
-    read_by: ClassVar[Mapping[str, str]] = {
-        "input_layernorm": "self_attention",
-        "pre_mlp_layernorm": "mlp",
-    }
-    """Norm -> the only reader of the norm's output, so that both may be computed as one module."""
 
     def __init__(
         self, config: TransformerConfig, rotary: RotaryEmbedding | None, mlp: nn.Module
     ) -> None:
         super().__init__()
-        norms_before, behind = config.norms_inputs, config.norms_outputs
-        self.input_layernorm = _build_norm(config, norms_before)
+        behind = config.norms_outputs
+        self.is_parallel = config.norm_placement == "parallel"
+        self.input_layernorm = _build_norm(config, config.norms_inputs)
         self.self_attention = build_attention(config, rotary)
         self.post_self_attn_layernorm = _build_norm(config, behind)
-        self.pre_mlp_layernorm = _build_norm(config, norms_before)
+        self.pre_mlp_layernorm = _build_norm(config, config.norms_middle)
         self.mlp = mlp
         self.has_experts = isinstance(mlp, MoELayer)
         self.post_mlp_layernorm = _build_norm(config, behind)
         self.dropout = Dropout(config.hidden_dropout)
         self.multiplier = config.residual_multiplier
 
+    @property
+    def read_by(self) -> Mapping[str, str]:
+        """Norm -> the only reader of its output, so that both may be computed as one module."""
+        if self.is_parallel:
+            return {}
+        return {"input_layernorm": "self_attention", "pre_mlp_layernorm": "mlp"}
+
     def forward(self, hidden: Tensor, sequence: SequenceInfo | None = None) -> Tensor:
         """Map [s, b, h] to [s, b, h]."""
-        attended = self.self_attention(_normed(hidden, self.input_layernorm), sequence)
+        normed = _normed(hidden, self.input_layernorm)
+        attended = self.self_attention(normed, sequence)
         attended = _normed(attended, self.post_self_attn_layernorm)
         hidden = hidden + self.dropout(times(attended, self.multiplier))
-        normed = _normed(hidden, self.pre_mlp_layernorm)
+        if not self.is_parallel:
+            normed = _normed(hidden, self.pre_mlp_layernorm)
         mapped = self.mlp(normed, **(_of_experts(sequence) if self.has_experts else {}))
         mapped = _normed(mapped, self.post_mlp_layernorm)
         out: Tensor = hidden + self.dropout(times(mapped, self.multiplier))

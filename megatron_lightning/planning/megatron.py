@@ -124,8 +124,10 @@ def _layers(config: TransformerConfig, kinds: Sequence[str]) -> _Parameters:
     if config.mamba is not None:
         rows = sum(config.mamba.sizes(h).in_parts) + config.mamba.sizes(h).inner
         split += kinds.count("mamba") * h * rows
-    num_norms = len(kinds) + transformers  # layers with a single mixer have one norm
-    replicated = num_norms * (h if config.normalization == "RMSNorm" else 2 * h)
+    # Layers with a single mixer have one norm, as parallel layers.
+    num_norms = len(kinds) + transformers * (config.norm_placement != "parallel")
+    has_bias = config.normalization == "LayerNorm" and config.layernorm_bias
+    replicated = num_norms * (2 * h if has_bias else h)
     if moe is None:
         return _Parameters(split, replicated, 0.0)
     shared_size = moe.shared_expert_intermediate_size or 0

@@ -92,6 +92,12 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 8, "attention_bias": False,
         "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
     }),
+    "cohere": ("Cohere", _WITHOUT_RMS | {
+        "layer_norm_eps": 1e-3, "logit_scale": 2.0, "rope_parameters": _ROPE,
+    }),
+    "cohere2": ("Cohere2", _WITHOUT_RMS | _MIXED | _UNTIED | {
+        "layer_norm_eps": 1e-3, "logit_scale": 2.0,
+    }),
     "ernie4-5": ("Ernie4_5", _TIED | {
         "head_dim": 12, "use_bias": True, "rope_parameters": _ROPE,
     }),

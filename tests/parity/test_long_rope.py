@@ -46,5 +46,15 @@ def test_layouts_train_as_one_process(layout: object, is_packed: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["tp2-pp2", pytest.param("tp2-cp2", marks=pytest.mark.slow)])
+def test_blocks_side_by_side_train_as_one_process(name: str) -> None:
+    """Cohere: one norm without bias before attention and feed-forward, and pairs of channels."""
+    config = tiny_config(
+        num_layers=4, norm_placement="parallel", normalization="LayerNorm", layernorm_bias=False,
+        rotary_interleaved=True, logits_scaling=4.0, share_embeddings_and_output_weights=True,
+    )  # fmt: skip
+    assert_equals_one_process(name, config)
+
+
 def test_short_rows_of_two_ranks() -> None:
     assert_equals_one_process(make_layout("cp2", 2, cp=2), SHORT)

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+from megatron_lightning.bridge.families.cohere import Cohere, Cohere2
 from megatron_lightning.bridge.families.deepseek import DeepseekV2, DeepseekV3
 from megatron_lightning.bridge.families.exaone4 import Exaone4
 from megatron_lightning.bridge.families.gemma import Gemma, Gemma2, Gemma3, VaultGemma
@@ -36,7 +37,7 @@ _ALL: tuple[type[Family], ...] = (
     DeepseekV3, Granite, Olmo2, Gemma,
     Gemma2, Gemma3, GptOss, SmolLM3,
     Olmo3, Ministral, Cwm, Exaone4, SeedOss, Arcee, Nemotron, Starcoder2, GraniteMoe, VaultGemma,
-    Glm4Moe, Dots1, Mamba2, NemotronH, Qwen3Next, Glm, Glm4, Ernie4_5,
+    Glm4Moe, Dots1, Mamba2, NemotronH, Qwen3Next, Glm, Glm4, Ernie4_5, Cohere, Cohere2,
 )  # fmt: skip
 FAMILIES: Mapping[str, type[Family]] = MappingProxyType(
     {family.__name__.lower(): family for family in _ALL}

@@ -17,7 +17,8 @@ _ACTIVATIONS: Mapping[str, Mapping[str, bool]] = {
     "squared_relu": {"squared_relu": True},
 }
 _ONLY: Mapping[str, Any] = {
-    "norm_placement": "pre", "position_embedding_type": "rope", "window_size": None,
+    "norm_placement": "pre", "layernorm_bias": True, "position_embedding_type": "rope",
+    "window_size": None,
     "window_rotary_base": None, "no_rope_freq": None, "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0, "qk_layernorm_per_head": True, "attention_output_gate": False,
     "softmax_scale": None, "softmax_type": "vanilla", "attn_logit_softcapping": None,

@@ -258,7 +258,7 @@ def _transformer_layer(
         *layer_tapes.dropout(sizes, f"{name}.dropout", config.hidden_dropout, f"{name} dropout"),
         Operation(path=name, makes=(middle,), forward_bytes=sizes.stream_bytes),
     ]
-    if config.norms_inputs:
+    if config.norms_middle:
         is_kept = not sizes.compiled or has_experts
         attention.append(_norm_of_sum(sizes, name, middle, normed_again, is_kept=is_kept))
     again = f"{name} dropout again"
@@ -275,7 +275,9 @@ def _transformer_layer(
 
 def _read_by_feed_forward(sizes: Sizes, name: str) -> str:
     """Return the name of the feed-forward's input stream."""
-    return f"{name} normed again" if sizes.config.norms_inputs else f"{name} middle"
+    if sizes.config.norm_placement == "parallel":
+        return f"{name} normed"
+    return f"{name} normed again" if sizes.config.norms_middle else f"{name} middle"
 
 
 def _with_norm(sizes: Sizes, operations: list[Operation], path: str) -> list[Operation]:

@@ -45,7 +45,7 @@ def find_fusions(
     """
     fusions = []
     for path, block in present.items():
-        for norm_name, reader_name in getattr(type(block), "read_by", {}).items():
+        for norm_name, reader_name in getattr(block, "read_by", {}).items():
             norm, reader = present.get(f"{path}.{norm_name}"), present.get(f"{path}.{reader_name}")
             if norm is None or reader is None or not (has_engine(norm) and is_untouched(norm)):
                 continue

@@ -141,7 +141,7 @@ def _other(field: str, said: dict[str, Any]) -> Any:
         "softmax_type": {"learnable": "vanilla"},
         "normalization": {"RMSNorm": "LayerNorm", "LayerNorm": "RMSNorm"},
         "position_embedding_type": {"learned_absolute": "rope", "none": "rope"},
-        "norm_placement": {"post": "sandwich", "sandwich": "pre"},
+        "norm_placement": {"post": "sandwich", "sandwich": "pre", "parallel": "pre"},
         "moe.router_score_function": {"sigmoid": "sqrtsoftplus"},
         "rope_scaling.rope_type": {
             "llama3": "yarn", "yarn": "llama3", "linear": "llama3",
@@ -359,7 +359,7 @@ def _copy(folders: dict[str, Path], name: str, parent: Path, **settings: Any) ->
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),
         ("llama", {"architectures": ["OPTForCausalLM"]}, "architectures.*OPTFor.*has rules"),
         # A parallel block, and norms without a bias.
-        ("llama", {"architectures": ["CohereForCausalLM"]}, "architectures.*Cohere.*has rules"),
+        ("llama", {"architectures": ["GPTNeoXForCausalLM"]}, "architectures.*GPTNeoX.*has rules"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5"),
         ("gpt-oss", {"attention_bias": False}, "attention_bias=False"),

@@ -68,6 +68,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "softmax_type": "learnable", "add_bias_linear": True, "window_size": (4, 0),
         "window_attn_skip_freq": 2, "moe": MoEConfig(num_experts=4, router_bias=True),
     },
+    "Cohere": {
+        "norm_placement": "parallel", "normalization": "LayerNorm", "layernorm_bias": False,
+        "mtp_num_layers": 1,
+    },
     "Gemma 2": {"norm_placement": "sandwich", "activation": "geglu_tanh"},
     "experts": {"moe": EXPERTS, "mtp_num_layers": 2},
     "experts in latents": {

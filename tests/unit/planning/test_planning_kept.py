@@ -59,6 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "norms behind": {"norm_placement": "post"},
     "norms before and behind": {"norm_placement": "sandwich"},
+    "one norm before both": {"norm_placement": "parallel", "normalization": "LayerNorm"},
     "windows, learned positions": {
         "window_size": (8, 0), "position_embedding_type": "learned_absolute",
     },
