@@ -60,10 +60,12 @@ def _files(words: list[str]) -> list[str]:
 FITS = [
     command
     for command in _commands()
-    if _words(command)[0] in ("fit", "predict")
+    if _words(command)[0] in ("fit", "predict", "validate")
     and all((ROOT / file).is_file() for file in _files(_words(command)))
 ]
-TOOLS = [command for command in _commands() if _words(command)[0] not in ("fit", "predict")]
+TOOLS = [
+    command for command in _commands() if _words(command)[0] not in ("fit", "predict", "validate")
+]
 
 
 def _lines(page: Path) -> list[str]:
