@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.assembly.checks.replicas import _sketch
 from megatron_lightning.data.pretraining.mock import MockGPTDataset
-from megatron_lightning.optim.stepping.probe import _random
+from megatron_lightning.optim.stepping.trial_steps import random_tensor
 from megatron_lightning.parallel.random.rng import RngStreams
 from megatron_lightning.peft import LoRA
 
@@ -30,7 +30,7 @@ def _adapter() -> Tensor:
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "adapters": _adapter,
-    "probes": lambda: _random((4, 3), torch.Generator().manual_seed(0)),
+    "probes": lambda: random_tensor((4, 3), torch.Generator().manual_seed(0)),
     "sketches": lambda: _sketch(VALUES),
     "seeds": lambda: torch.tensor(
         RngStreams(3, device=torch.device("cpu")).draw_seed("training-seeds"), device="cpu"
