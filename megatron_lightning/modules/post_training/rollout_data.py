@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from megatron_lightning.data.rollouts.rollout_data import OVERLONG, RolloutData
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.data_modules.run_data_module import RunDataModule
+from megatron_lightning.modules.post_training.generators.client import Generator, api_key
 from megatron_lightning.modules.post_training.trained_generation import check_split
 
 
@@ -53,10 +54,13 @@ class RolloutDataModule(RunDataModule, RolloutData):
             module: The module of the action.
 
         Raises:
-            ConfigError: If a reward cannot be imported, or a weight is of none.
+            ConfigError: If a reward cannot be imported, a weight is of none, or generators have no
+                address or no API key.
             DataError: If a file is missing, or a row has no prompt.
         """
         self.use_model(module)
+        for url in self.options.generators or ():
+            Generator(url, api_key())
         if self.samples:
             _ = self.rewards, self.prompts
             if self.options.environment is not None:

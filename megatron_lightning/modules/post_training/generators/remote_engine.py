@@ -47,7 +47,7 @@ class Generators:
         Raises:
             ConfigError: If a generator refuses them, or none answers in time.
         """
-        self.newest = version
+        self.newest, is_told = version, False
         deadline = time.monotonic() + self._limit_s
         while True:
             outcomes = _together(
@@ -56,6 +56,9 @@ class Generators:
             away = [one for one in outcomes if one is not None]
             if len(away) < len(self._generators):
                 return
+            if not is_told:
+                is_told = True
+                _log.warning("No generator answers yet; the fit waits for one: %s", away[0])
             self._wait(deadline, away[0])
 
     def _give(self, generator: Generator, version: Version) -> AwayError | None:
