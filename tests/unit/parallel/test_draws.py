@@ -21,8 +21,8 @@ VALUES = torch.arange(12.0)
 
 def _adapter() -> Tensor:
     model = LoRA(r=4, target_modules=["0"]).apply(nn.Sequential(nn.Linear(8, 8, device="cpu")))
-    name, shape = next((n, p.shape) for n, p in model.named_parameters() if "lora_A" in n)
     owner: Any = next(child for child in model.modules() if hasattr(child, "init_weights"))
+    name, shape = next((n, p.shape) for n, p in owner.named_parameters() if "lora_A" in n)
     values = torch.empty(shape, device="cpu")
     owner.init_weights(name, values)
     return values
