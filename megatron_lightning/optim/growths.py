@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
@@ -18,7 +20,11 @@ def base_shapes(model: nn.Module, base: nn.Module) -> dict[str, tuple[float, ...
 
     Raises:
         ConfigError: If the models have other parameters, or if stacks or kernels grow.
+
+    Warns:
+        UserWarning: If an embedding is an output layer, too.
     """
+    _warn_of_ties(model)
     own, others = dict(model.named_parameters()), dict(base.named_parameters())
     if missing := own.keys() ^ others.keys():
         raise ConfigError(
@@ -54,6 +60,22 @@ def _in_order(name: str, module: nn.Module, growth: tuple[float, ...]) -> tuple[
             "kernels, or train this model without maximal_update."
         )
     return growth
+
+
+def _warn_of_ties(model: nn.Module) -> None:
+    """Warn of embeddings that are output layers: their logits grow with the width."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    tables, outputs = (
+        {id(m.weight) for m in model.modules() if isinstance(m, kind)}
+        for kind in (nn.Embedding, nn.Linear)
+    )
+    for tied in tables & outputs:
+        warnings.warn(
+            f"{names[tied]} is the weight of an embedding and of an output layer, and its learning "
+            "rate is that of an embedding. Divide the logits by the growth of the width in the "
+            "forward, or give the output layer a weight of its own (tie_word_embeddings=False).",
+            stacklevel=3,
+        )
 
 
 def _module_of(model: nn.Module, name: str) -> nn.Module:

@@ -256,18 +256,26 @@ def test_the_longest_is_assigned_first() -> None:
     assert assign_owners([4, 4, 6], [[0], [0], [0, 1]], [[4, 0], [4, 0], [3, 3]]) == [0, 0, 1]
 
 
-def test_the_fullest_rank_is_bounded() -> None:
+def test_the_fullest_rank_is_bounded_and_holders_own() -> None:
     draw = random.Random(0)
     for _ in range(300):
         num_ranks, num_units = draw.randint(1, 8), draw.randint(1, 40)
         weights = [draw.choice([64, 4096, 4096, 11008, 50000]) for _ in range(num_units)]
-        ranks = list(range(num_ranks))
-        owner = assign_owners(weights, [ranks] * num_units, [[0] * num_ranks] * num_units)
-        loads = [sum(w for w, o in zip(weights, owner, strict=True) if o == r) for r in ranks]
+        held = [[0] * num_ranks for _ in weights]
+        for weight, has in zip(weights, held, strict=True):  # most of them on one rank
+            has[min(draw.randrange(2 * num_ranks), num_ranks - 1)] += weight
+        owner = assign_owners(weights, [range(num_ranks)] * num_units, held)
+        loads = [
+            sum(w for w, o in zip(weights, owner, strict=True) if o == rank)
+            for rank in range(num_ranks)
+        ]
         # Of the largest k x ranks + 1 units some rank has k + 1, in the best assignment as well.
         largest = sorted(weights, reverse=True)[::num_ranks]
         best = max(sum(weights) / num_ranks, *((k + 1) * w for k, w in enumerate(largest)))
         assert max(loads) <= 4 / 3 * best
+    # Flat shards of two ranks: each owns what it holds, and nothing is sent.
+    held = [[9, 0], [5, 0], [0, 8], [0, 4]]
+    assert assign_owners([9, 5, 8, 4], [[0, 1]] * 4, held) == [0, 0, 1, 1]
 
 
 def test_a_stage_without_owned_parameters_divides_the_ranks() -> None:

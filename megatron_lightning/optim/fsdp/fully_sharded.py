@@ -42,10 +42,14 @@ from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.optim.fsdp.sharded_unit import (
     Division,
+    StageRoot,
     Unit,
     allocate,
     callable_modules,
+    check_sizes,
+    check_stored,
     divisions,
+    is_sharded,
     local_shard,
     sharded_dim,
 )
@@ -72,18 +76,6 @@ from megatron_lightning.pipeline.stages.structure import sizes
 
 TRAINING = "training_step"
 """The Lightning hook of forwards with a backward."""
-
-
-class StageRoot(nn.Module):
-    """FSDP2 root module of a pipeline stage: the units, called through a function."""
-
-    def __init__(self, units: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(units)
-
-    def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return ``run(*args, **kwargs)``."""
-        return run(*args, **kwargs)
 
 
 class ShardedUnits:
@@ -266,7 +258,7 @@ class ShardedUnits:
         parameter_ids = {id(parameter) for parameter in division.parameters}
         size = self.groups[axes].shard.size
         for parameter in division.parameters:
-            _check_stored(self._paths[unit], parameter, size, axes)
+            check_stored(self._paths[unit], parameter, size, axes)
         sharded = fully_shard(
             unit,
             mesh=self._meshes[axes],
@@ -290,7 +282,7 @@ class ShardedUnits:
             sharded.set_reshard_after_forward(self._reshard and not again, recurse=False)
 
         def returned(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
-            _check_sizes(str(self.units[index]), calls.pop(), sizes(args, kwargs))
+            check_sizes(str(self.units[index]), calls.pop(), sizes(args, kwargs))
 
         unit.register_forward_pre_hook(_uncompiled(called), prepend=True, with_kwargs=True)
         unit.register_forward_hook(_uncompiled(returned), with_kwargs=True)
@@ -305,7 +297,7 @@ class ShardedUnits:
         self, stage: int, modules: Sequence[nn.Module], module: nn.Module, path: str | None
     ) -> None:
         """Shard a module around the pipeline units of a stage, for FSDP2 to prefetch gathers."""
-        units = [child for child in modules if _is_sharded(child)]
+        units = [child for child in modules if is_sharded(child)]
         # The LightningModule itself is not called: every unit is a separate root.
         if path == "" or not units:
             return
@@ -429,28 +421,3 @@ def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
     """Return the hook, excluded from compilation."""
     disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
-
-
-def _check_stored(path: str, parameter: Tensor, num_ranks: int, data_axes: str) -> None:
-    """Check that ranks hold equal shards of a weight in few bits: FSDP2 pads values only."""
-    dim = sharded_dim(parameter.shape, num_ranks, data_axes)
-    if isinstance(parameter, StoredWeight) and parameter.shape[dim] % num_ranks:
-        raise ShardingError(
-            f"{path} has a weight of shape {tuple(parameter.shape)} in few bits (base of LoRA), "
-            f"and {num_ranks} data-parallel ranks do not divide its {parameter.shape[dim]} rows. "
-            'Set data_parallel to "zero1", base to None, or another number of ranks.'
-        )
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
-
-
-def _check_sizes(unit: str, before: list[int], after: list[int]) -> None:
-    """Check that a unit passes nothing on through the arguments: FSDP2 gives units copies."""
-    if before != after:
-        raise ShardingError(
-            f"{unit} changes a list or dict that it was given, and FSDP2 gives units copies, so "
-            "that later units would not see it. Return what it hands on, or set "
-            'data_parallel="zero1".'
-        )

@@ -13,7 +13,7 @@ ranks, the first divisible dim is sharded instead: each rank then has a shard of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_lightning.compat import GradientHooks, set_grad_dtype
+from megatron_lightning.errors import ShardingError
 from megatron_lightning.optim.gradients.data_groups import DataGroups
 from megatron_lightning.optim.gradients.parameter_shard import main_dtype
 from megatron_lightning.optim.stepping.reassigned_data import ShardedParameter
 from megatron_lightning.parallel.shards.spec import Box
+from megatron_lightning.parallel.shards.stored_weight import StoredWeight
 
 _CONTAINERS = nn.ModuleList | nn.ModuleDict
 
@@ -175,3 +177,41 @@ def local_shard(tensor: DTensor) -> tuple[Tensor, Box]:
     first = min(tensor.device_mesh.get_local_rank() * per_rank, tensor.shape[dim])
     offset = tuple(first if axis == dim else 0 for axis in range(tensor.dim()))
     return local_tensor, Box(offset, tuple(local_tensor.shape))
+
+
+class StageRoot(nn.Module):
+    """FSDP2 root module of a pipeline stage: the units, called through a function."""
+
+    def __init__(self, units: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(units)
+
+    def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return ``run(*args, **kwargs)``."""
+        return run(*args, **kwargs)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether a module has parameters sharded by FSDP2."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def check_stored(path: str, parameter: Tensor, num_ranks: int, data_axes: str) -> None:
+    """Check that ranks hold equal shards of a weight in few bits: FSDP2 pads values only."""
+    dim = sharded_dim(parameter.shape, num_ranks, data_axes)
+    if isinstance(parameter, StoredWeight) and parameter.shape[dim] % num_ranks:
+        raise ShardingError(
+            f"{path} has a weight of shape {tuple(parameter.shape)} in few bits (base of LoRA), "
+            f"and {num_ranks} data-parallel ranks do not divide its {parameter.shape[dim]} rows. "
+            'Set data_parallel to "zero1", base to None, or another number of ranks.'
+        )
+
+
+def check_sizes(unit: str, before: list[int], after: list[int]) -> None:
+    """Check that a unit passes nothing on through the arguments: FSDP2 gives units copies."""
+    if before != after:
+        raise ShardingError(
+            f"{unit} changes a list or dict that it was given, and FSDP2 gives units copies, so "
+            "that later units would not see it. Return what it hands on, or set "
+            'data_parallel="zero1".'
+        )

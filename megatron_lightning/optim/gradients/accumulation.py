@@ -35,15 +35,12 @@ from megatron_lightning.optim.gradients.param_gather import ParameterGather
 from megatron_lightning.optim.gradients.parameter_storage import ParameterStorage
 from megatron_lightning.optim.gradients.reducer import GradientReducer
 from megatron_lightning.optim.gradients.usage import Beside
-from megatron_lightning.optim.optimizer_checks import (
-    check_owner_options,
-    check_stepped_tensors,
-    check_tied_copies,
-)
+from megatron_lightning.optim.optimizer_checks import check_stepped_tensors, check_tied_copies
 from megatron_lightning.optim.owners.traffic import Traffic
 from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
-from megatron_lightning.optim.stepping.elementwise import Stepped, Trial, divide
+from megatron_lightning.optim.stepping.elementwise import Division, Trial
 from megatron_lightning.optim.stepping.external_writes import WrittenWeights
+from megatron_lightning.optim.stepping.optimizer_views import OptimizerViews
 from megatron_lightning.optim.stepping.param_group_changes import (
     SteppedParameters,
     refuse_regrouping,
@@ -144,45 +141,29 @@ class GradientAccumulation:
 
     def _view(self) -> None:
         """Make the optimizers step the results of the reduction."""
-        self.division = divide(
-            [(o, self._steps_of(o)) for o in self._optimizers if isinstance(o, Optimizer)],
-            self._context,
+        stored = self._storage is not None and bool(self._storage.names)
+        self._steps = OptimizerViews(
+            self._optimizers,
+            self.reducer,
+            self.gather,
+            self._names,
             self._passed_trials,
-            whole_tensors=self._options.whole_tensors,
+            is_stored=stored,
         )
-        """How ranks divide the optimizers."""
-        if self.division.whole:
-            stored = self._storage is not None and bool(self._storage.names)
-            check_owner_options(self.division.whole, self._options, is_stored=stored)
-        self._views = [
-            DistributedOptimizer(
-                optimizer, self.reducer, self._names, self.gather, self.division.owned
-            )
-            if isinstance(optimizer, Optimizer)
-            else None
-            for optimizer in self._optimizers
-        ]
         reduced = {id(parameter) for parameter in self.reducer.parameters.values()}
         frozen = [p for p in self._names.values() if id(p) not in reduced]
         self._stepped = SteppedParameters(self._optimizers, frozen)
         self.written = WrittenWeights(list(self.views), self.gather, self._context)
         """Sends weights written outside of a step to all ranks."""
 
+    @property
+    def division(self) -> Division:
+        """How ranks divide the optimizers."""
+        return self._steps.division
+
     def owner_traffic(self) -> Traffic:
         """Return what owners exchange and keep in a step of this pipeline stage."""
-        return Traffic.total(
-            exchange.traffic() for view in self.views for exchange in view.exchanges
-        )
-
-    def _steps_of(self, optimizer: Optimizer) -> list[Stepped]:
-        """Return the optimizer's parameters with reduced gradients."""
-        names = {id(parameter): name for name, parameter in self.reducer.parameters.items()}
-        return [
-            Stepped(id(group), self.reducer.specs[name], self.reducer.is_sharded(name))
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if (name := names.get(id(parameter))) is not None
-        ]
+        return self._steps.owner_traffic()
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {
@@ -310,7 +291,7 @@ class GradientAccumulation:
     @property
     def views(self) -> Iterator[DistributedOptimizer]:
         """Torch's optimizers, stepping this rank's shards."""
-        return (view for view in self._views if view is not None)
+        return iter(self._steps.views)
 
     @property
     def managed(self) -> bool:
@@ -319,18 +300,11 @@ class GradientAccumulation:
 
     def view(self, optimizer: Optimizer) -> DistributedOptimizer:
         """Return an optimizer by global parameter name, for checkpoints."""
-        for view in self.views:
-            if self.managed and view.optimizer is optimizer:
-                return view
-        # Built again, since callbacks may have added parameter groups.
-        return DistributedOptimizer(optimizer, self.reducer, self._names, owned=self.division.owned)
+        return self._steps.view(optimizer, is_kept=self.managed)
 
     def stepped_by_others(self, optimizer: Optimizer) -> set[str]:
         """Return the names of parameters stepped only by other optimizers, on this rank or not."""
-        mine, theirs = set[str](), set[str]()
-        for view in self.views:
-            (mine if view.optimizer is optimizer else theirs).update(view.names)
-        return theirs - mine
+        return self._steps.stepped_by_others(optimizer)
 
     @property
     def is_last_run(self) -> bool:

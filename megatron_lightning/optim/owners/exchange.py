@@ -249,12 +249,18 @@ class Exchange:
     def _assembled(
         self, message: _Message, received: Sequence[Sequence[Tensor]]
     ) -> Iterable[tuple[int, Tensor]]:
-        """Return this rank's full units of a message, from the pieces of all ranks."""
+        """Return this rank's full units of a message, from the pieces of all ranks. A unit in one
+        piece is the piece.
+        """
         full: dict[int, Tensor] = {}
         for pieces, data in zip(message.received, received, strict=True):
             for piece, part in zip(pieces, data, strict=True):
+                box = self._plan.units[piece.unit].box
+                if piece.box == box:
+                    full[piece.unit] = part.contiguous()
+                    continue
                 if piece.unit not in full:
-                    full[piece.unit] = part.new_empty(self._plan.units[piece.unit].box.shape)
+                    full[piece.unit] = part.new_empty(box.shape)
                 full[piece.unit][self._place_of(piece)] = part
         return full.items()
 
@@ -279,24 +285,31 @@ class Exchange:
         expected: Sequence[Sequence[Piece]],
         dtype: torch.dtype,
     ) -> list[list[Tensor]]:
-        """Send a list of tensors to every rank. Return the tensors received from each rank."""
+        """Send a list of tensors to every rank. Return the tensors received from each rank: what
+        this rank has for itself without a copy.
+        """
+        me = self._group.rank
+        own = [tensor.to(dtype) for tensor in sent[me]]
+        if self.is_local:
+            return [own if rank == me else [] for rank in range(len(sent))]
+        others = [[] if rank == me else list(tensors) for rank, tensors in enumerate(sent)]
+        expected = [[] if rank == me else pieces for rank, pieces in enumerate(expected)]
         nothing = torch.empty(0, dtype=dtype, device=self._where)
-        parts = [tensor.reshape(-1).to(dtype) for tensors in sent for tensor in tensors]
-        data = torch.cat([nothing, *parts])
+        parts = [tensor.reshape(-1).to(dtype) for tensors in others for tensor in tensors]
         # Both sides know all sizes by the plan, so one message for each pair of ranks is enough.
-        if not self.is_local:
-            sizes = [sum(piece.numel for piece in pieces) for pieces in expected]
-            own, data = data, nothing.new_empty(sum(sizes))
-            dist.all_to_all_single(
-                data,
-                own,
-                sizes,
-                [sum(tensor.numel() for tensor in tensors) for tensors in sent],
-                group=self._group.process_group,
-            )
-        pieces = [piece for some in expected for piece in some]
-        received = iter(data.split_with_sizes([piece.numel for piece in pieces]))
-        return [[next(received).view(piece.box.shape) for piece in some] for some in expected]
+        sizes = [sum(piece.numel for piece in pieces) for pieces in expected]
+        data = nothing.new_empty(sum(sizes))
+        dist.all_to_all_single(
+            data,
+            torch.cat([nothing, *parts]),
+            sizes,
+            [sum(tensor.numel() for tensor in tensors) for tensors in others],
+            group=self._group.process_group,
+        )
+        numbers = [piece.numel for pieces in expected for piece in pieces]
+        received = iter(data.split_with_sizes(numbers))
+        lists = [[next(received).view(piece.box.shape) for piece in some] for some in expected]
+        return [own if rank == me else some for rank, some in enumerate(lists)]
 
 
 def _messages(plan: Assignment, group: AxisGroup, *, sources: bool) -> list[_Message]:

@@ -38,8 +38,8 @@ from megatron_lightning.optim.gradients.parameter_shard import main_dtype
 from megatron_lightning.optim.owners.readers import reads, steps_matrices
 from megatron_lightning.optim.owners.units import Units, is_stack
 from megatron_lightning.optim.stepping.chained import members
-from megatron_lightning.optim.stepping.expert_trial import steps_experts
-from megatron_lightning.optim.stepping.probe import DIVISIONS, Spread, probe, trials
+from megatron_lightning.optim.trials.expert_trial import steps_experts
+from megatron_lightning.optim.trials.probe import DIVISIONS, Spread, probe, trials
 from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.shards.spec import ShardSpec
 

@@ -241,7 +241,7 @@ def test_weights_stored_as_in_and_out() -> None:
         sizes = {"n_layer": 1, "n_embd": width, "n_head": width // 8, "n_positions": 8}
         return GPT2LMHeadModel(GPT2Config(vocab_size=32, **sizes))
 
-    with torch.device("meta"):
+    with torch.device("meta"), pytest.warns(UserWarning, match="wte.weight .* Divide the logits"):
         growths = base_shapes(gpt2(64), gpt2(16))
     layer = "transformer.h.0"
     hidden, vector, head = (0.25, 4.0, 0.25), (1.0, 1.0, 0.25), (0.25, 4.0, 1.0)

@@ -21,7 +21,7 @@ from megatron_lightning.optim.stepping.elementwise import (
     Trial,
     divide,
 )
-from megatron_lightning.optim.stepping.probe import DIVISIONS, probe, trial_shapes
+from megatron_lightning.optim.trials.probe import DIVISIONS, probe, trial_shapes
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.parallel.shards.spec import ShardSpec
 

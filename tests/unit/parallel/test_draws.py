@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.assembly.checks.replicas import _sketch
 from megatron_lightning.data.pretraining.mock import MockGPTDataset
-from megatron_lightning.optim.stepping.trial_steps import random_tensor
+from megatron_lightning.optim.trials.trial_steps import random_tensor
 from megatron_lightning.parallel.random.rng import RngStreams
 from megatron_lightning.peft import LoRA
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_lightning.optim.stepping.trial_steps import (
+from megatron_lightning.optim.trials.trial_steps import (
     DrawnGradients,
     ProbeError,
     as_drawn,

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
-from megatron_lightning.optim.stepping.probe import (
+from megatron_lightning.optim.trials.probe import (
     LARGEST_SIZE,
     STEPS_LARGE,
     STEPS_SMALL,
     TOLERANCE,
     bounded,
 )
-from megatron_lightning.optim.stepping.trial_steps import (
+from megatron_lightning.optim.trials.trial_steps import (
     DrawnGradients,
     Result,
     as_drawn,

@@ -1,0 +1,1 @@
+"""Trials that show what an optimizer reads in a step."""
