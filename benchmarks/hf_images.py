@@ -129,7 +129,7 @@ def _save_initial(folder: str, path: str) -> None:
 def _run(folder: str, column: str, limit_s: float, rounding: float = 0.0) -> Trained:
     """Return the losses of the first rank, and the weights."""
     layout = column.removesuffix(FROZEN).strip()
-    path = f"{folder}/parts.ckpt"
+    path = f"{folder}/{'parts' if layout else 'one'}.ckpt"
     size = LAYOUTS[layout][0] if layout else 1
     losses = run(size, train, folder, column, path, rounding, limit_s=limit_s)[0]
     if layout:

@@ -51,6 +51,9 @@ _CALLS_CHILDREN = (
 may read weights of the modules inside."""
 
 
+_OF_TOWER = "of a tower that ranks without images do not call"
+
+
 class ShardedModules(NamedTuple):
     """Units to shard with FSDP, and parameters that every rank keeps in full."""
 
@@ -121,9 +124,11 @@ class _Division:
         """
         for path in paths:
             module = self._root.get_submodule(path)
-            if isinstance(module, _LISTS):
+            if self._is_in_tower(path):
+                self._keep(module, path, _OF_TOWER)
+            elif isinstance(module, _LISTS):
                 self.add_units(f"{path}.{name}" for name, _ in module.named_children())
-            elif can_be_extended(module) and _has_forward(module) and not is_marked(module):
+            elif can_be_extended(module) and _has_forward(module):
                 self.units.append(path)
             else:
                 self.add(path)
@@ -134,7 +139,7 @@ class _Division:
         if module is None or path == done or not _has_parameters(module):
             return
         if is_marked(module):
-            self._keep(module, path, "of a tower that ranks without images do not call")
+            self._keep(module, path, _OF_TOWER)
             return
         why = self._obstacle(module, path)
         holds_done = done is not None and f"{done}.".startswith(f"{path}." if path else "")
@@ -149,6 +154,12 @@ class _Division:
             self._keep(module, path, why or "read by a module that is sharded", recurse=False)
             for name, _ in module.named_children():
                 self.add(f"{path}.{name}" if path else name, done)
+
+    def _is_in_tower(self, path: str) -> bool:
+        """Return whether a module is, or is in, a module that ranks without images do not call."""
+        segments = path.split(".")
+        around = (".".join(segments[:end]) for end in range(1, len(segments) + 1))
+        return any(is_marked(self._root.get_submodule(one)) for one in around)
 
     def _keep(self, module: nn.Module, path: str, why: str | None, *, recurse: bool = True) -> None:
         for name, _ in module.named_parameters(path, recurse=recurse):

@@ -23,11 +23,13 @@ pytest.importorskip("PIL")
 
 from PIL import Image
 
+from megatron_lightning.assembly.sharded_modules import find_sharded
+from megatron_lightning.config import PipelineOptions
 from megatron_lightning.data.images.image_files import picture, size_of
 from megatron_lightning.data.images.image_options import ImageOptions
 from megatron_lightning.data.images.row_entries import batch_entries, joined
 from megatron_lightning.errors import ConfigError, DataError
-from megatron_lightning.models.plans.hf_towers import towers_of
+from megatron_lightning.models.plans.hf_towers import mark_towers, towers_of
 from megatron_lightning.modules import (
     FinetuneDataModule,
     GPTLightningModule,
@@ -491,3 +493,14 @@ def test_towers_are_found_for_adapters_and_rates(family: str, tower: str, projec
     rates = {group["name"]: group["lr"] for group in used}
     assert rates == pytest.approx({"projector": 0.5, "tower": 0.1, "text": 1.0})
     assert sum(len(group["params"]) for group in used) == len(list(rated.parameters()))
+
+
+def test_parts_of_a_tower_are_no_units_of_fsdp(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(make_image_folder("mllama", tmp_path))
+    model = AutoModelForImageTextToText.from_config(config)
+    mark_towers(model)
+    found = find_sharded(model, PipelineOptions())
+    assert not any("vision" in unit for unit in found.units)
+    assert "model.language_model" in found.units
