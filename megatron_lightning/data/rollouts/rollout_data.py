@@ -68,7 +68,10 @@ class RolloutData(RunData):
         """Do nothing: rows are read when they are needed."""
 
     def setup(self, stage: str) -> None:
-        """Do nothing: rows are read when they are needed."""
+        """Forget the folder and the rows of the fit before."""
+        if stage == "fit":
+            self.run_folder = None
+            self._read.cache_clear()
 
     @property
     def samples(self) -> bool:

@@ -19,7 +19,7 @@ from megatron_lightning.checkpoint.format.files import new_identifier
 from megatron_lightning.data.flat_options import takes
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.dropout import evaluated
-from megatron_lightning.layers.losses.policy_loss import WHOLE_ROWS, PolicyLoss, RowParts, Terms
+from megatron_lightning.layers.losses.policy_loss import WHOLE_ROWS, RowParts
 from megatron_lightning.layers.step_report import log_reports
 from megatron_lightning.models.teacher_student import ReferencePair
 from megatron_lightning.models.token_outputs import (
@@ -34,6 +34,7 @@ from megatron_lightning.modules.post_training.policy_inputs import (
     check_plain_loss,
     checked_rows,
     quantile,
+    weighed_sum,
 )
 from megatron_lightning.modules.post_training.policy_options import PolicyOptions
 from megatron_lightning.modules.post_training.reference import (
@@ -231,12 +232,22 @@ class PolicyModule(ReferencedModule):
             self._sampler = RolloutSampler(fit)
         return self._sampler
 
+    def setup(self, stage: str) -> None:
+        """Forget the fit before: its rows, and a sampler that an error has left."""
+        if stage == "fit":
+            self._generation, self._resumed = None, {}
+            self._close_sampler()
+        super().setup(stage)
+
     def teardown(self, stage: str) -> None:
         """End the sampler, which belongs to a fit."""
+        self._close_sampler()
+        super().teardown(stage)
+
+    def _close_sampler(self) -> None:
         if self._sampler is not None:
             self._sampler.close()
         self._sampler = None
-        super().teardown(stage)
 
     def _shared(self, make: Callable[[], str]) -> str:
         """Return what ``make`` returns on the first rank, which alone calls it."""
@@ -388,7 +399,7 @@ class PolicyModule(ReferencedModule):
             self.log("sampler_difference_max", largest, reduce_fx="max", sync_dist=True)
         weight = policy.weight(scores["mask"], parts)
         for name, value in values.items():
-            mean = _mean(policy, value, terms) / torch.where(weight > 0, weight, 1.0)
+            mean = weighed_sum(policy, value, terms) / torch.where(weight > 0, weight, 1.0)
             self.log(name, mean, sync_dist=True)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Any:
@@ -399,9 +410,3 @@ class PolicyModule(ReferencedModule):
         if isinstance(self.model, ReferencePair):
             return -self._token_scores(rows)[1]
         return -token_losses_of(self.model, rows["tokens"], rows["labels"], **self._inputs(rows))
-
-
-def _mean(policy: PolicyLoss, values: Tensor, terms: Terms) -> Tensor:
-    """Return the sum [] of ``values`` [b, s] over tokens, or over the rows' means."""
-    weighed = values.to(terms.mask.dtype) * terms.mask
-    return (weighed if policy.by_tokens else weighed / terms.counts).sum()

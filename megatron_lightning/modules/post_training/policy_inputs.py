@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.losses.loss import CrossEntropy
+from megatron_lightning.layers.losses.policy_loss import PolicyLoss, Terms
 from megatron_lightning.modules.post_training.policy_options import PolicyOptions
 from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
 
@@ -63,3 +64,9 @@ def check_plain_loss(model: Any) -> None:
                 f"the model's loss has {name}={value}, so that it is no log-probability of a "
                 "token, which a policy is trained by. Set it to 0."
             )
+
+
+def weighed_sum(policy: PolicyLoss, values: Tensor, terms: Terms) -> Tensor:
+    """Return the sum [] of ``values`` [b, s] over tokens, or over the rows' means."""
+    weighed = values.to(terms.mask.dtype) * terms.mask
+    return (weighed if policy.by_tokens else weighed / terms.counts).sum()

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -125,6 +126,44 @@ def test_a_replay_is_bit_equal(tmp_path: Path) -> None:
     assert sampled.metrics[0]["reward"] == pytest.approx(
         sum(row.rewards["evens"] or 0.0 for row in files[0].rows) / 16, abs=1e-6
     )
+
+
+def test_a_fit_keeps_nothing_of_the_one_before(tmp_path: Path) -> None:
+    """One policy, and the same data in two fits: rows, files and rewards are those of each fit."""
+    policy = Policy(GPTLightningModule(CONFIG), temperature=0.7, max_completion_length=4)
+
+    def run(data: RolloutDataModule, *callbacks: Any) -> tuple[int, ...]:
+        explicit = PipelineOptions(explicit_steps=True)
+        chosen = trainer(
+            MegatronStrategy(pipeline_options=explicit),
+            max_epochs=1, callbacks=list(callbacks), default_root_dir=str(tmp_path),
+        )  # fmt: skip
+        chosen.fit(policy, datamodule=data)
+        assert policy._generation is not None
+        return tuple(policy._generation.rows.rows[0].prompt_ids)
+
+    def data_of(first: int) -> RolloutDataModule:
+        path = tmp_path / f"{first}.jsonl"
+        path.write_text(json.dumps({"prompt_ids": [first, 3]}) + "\n")
+        return RolloutDataModule(
+            prompts=str(path), rewards={"sum": _sum}, num_generations=4, batch_size=4,
+            end_ids=[7], pad_to=4,
+        )  # fmt: skip
+
+    class Boom(pl.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            raise KeyError("boom")
+
+    once, twice = data_of(1), data_of(2)
+    with pytest.raises(KeyError, match="boom"):
+        run(once, Boom())
+    assert [run(twice), run(once), run(twice)] == [(2, 3), (1, 3), (2, 3)]
+    firsts = [_files(tmp_path, version)[0].rows[0].prompt_ids for version in range(4)]
+    assert firsts == [[1, 3], [2, 3], [1, 3], [2, 3]]
+
+
+def _sum(prompt: Any, answer: list[int], row: Any) -> float:
+    return float(sum(answer) % 5)
 
 
 _LAYOUTS: Mapping[str, tuple[int, int, dict[str, Any]]] = {
