@@ -38,6 +38,7 @@ METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt")
 """Supported values of ``quant_method``."""
 _SCALE = "_scale_inv"
 _LEFT_OUT = (".activation_scale", ".input_scale", ".k_scale", ".v_scale", ".q_scale")
+_FIXED_SCALES = (*_LEFT_OUT, ".input_global_scale")
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _GROUP = 32  # numbers of MXFP4 sharing a scale
 
@@ -73,9 +74,11 @@ class DequantizedFolder(FolderTensors):
             self.add_file(file, header)
         self._files = _dequantized_files(folder.files, files.index_file)
         if not getattr(rank_zero_only, "rank", None):  # unset without ranks
+            has_others = any(name.endswith(_FIXED_SCALES) for name in folder.tensors)
             warnings.warn(
                 f"{folder.path} has weights in {method}. They are dequantized, trained in the "
-                "precision of the Trainer, and exported in bf16.",
+                "precision of the Trainer, and exported in bf16."
+                f"{' Its scales of inputs, keys and values are left out.' if has_others else ''}",
                 stacklevel=2,
             )
 

@@ -125,7 +125,12 @@ def served_layers(
         path for path in linears if place_in_block(path) not in done or not place_in_block(path)[0]
     }
     ignored |= {*matrices} - {*quantized}
-    kept = [name for name, x in tensors.items() if x.ndim == 3 and ".experts." in name]
+    kept = [
+        name
+        for name, x in tensors.items()
+        if x.ndim == 3 and x.dtype.is_floating_point and min(x.shape) > 1  # a convolution has 1
+        if place_in_block(name)[0] in blocks - {""}
+    ]
     return ServedLayers(tensors, quantized, sorted(ignored), stacks, kept)
 
 

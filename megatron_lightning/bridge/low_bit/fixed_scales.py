@@ -112,7 +112,9 @@ class CalibratedFolder:
             fixed = FixedScales.of_layers(
                 {p: self._amax(p, owners.get(p, p)) for p in paths}, paths
             )
-        return fixed._replace(cache=self._cache()) if cache else fixed
+        if not cache:
+            return fixed
+        return fixed._replace(cache=cache_scales(self._parameters, self._statistics))
 
     def _owners(self, stacks: Iterable[str]) -> dict[str, str]:
         """Return path of a layer in the folder -> path in the ``GPTModel``."""
@@ -137,23 +139,35 @@ class CalibratedFolder:
         every = self._statistics.of(owner, "amax", self._num_experts)
         return float(every[int(expert[1])])
 
-    def _cache(self) -> dict[str, tuple[float, float]]:
-        found = {}
-        for name, parameter in self._parameters.items():
-            if match := _QKV.fullmatch(parameter):
-                keys, values = (
-                    float(self._statistics.of(f"{match[1]}.{kind}", "amax"))
-                    for kind in ("keys", "values")
-                )
-                found[name.removesuffix(_WEIGHT).rpartition(".")[0]] = keys, values
-        if not found:
-            raise ConfigError(
-                "kv_cache is fp8, and the model has no attention with keys and values of heads "
-                "(latent attention keeps one tensor for both). Leave kv_cache out."
+
+def cache_scales(
+    parameters: Mapping[str, str], statistics: Statistics
+) -> dict[str, tuple[float, float]]:
+    """Return path of an attention in a folder -> amax of its keys, behind rotary, and values.
+
+    Args:
+        parameters: Name of a tensor in the folder -> parameter of the ``GPTModel``.
+        statistics: Of the ``GPTModel``.
+
+    Raises:
+        CheckpointError: If the statistics are of another model, or all values were 0.
+        ConfigError: If the model has no keys and values of heads.
+    """
+    found = {}
+    for name, parameter in parameters.items():
+        if match := _QKV.fullmatch(parameter):
+            keys, values = (
+                float(statistics.of(f"{match[1]}.{kind}", "amax")) for kind in ("keys", "values")
             )
-        if not all(amax for both in found.values() for amax in both):
-            raise CheckpointError(
-                "kv_cache is fp8, and keys or values were zeros in all tokens of the statistics. "
-                "Validate on other texts, or leave kv_cache out."
-            )
-        return found
+            found[name.removesuffix(_WEIGHT).rpartition(".")[0]] = keys, values
+    if not found:
+        raise ConfigError(
+            "kv_cache is fp8, and the model has no attention with keys and values of heads "
+            "(latent attention keeps one tensor for both). Leave kv_cache out."
+        )
+    if not all(amax for both in found.values() for amax in both):
+        raise CheckpointError(
+            "kv_cache is fp8, and keys or values were zeros in all tokens of the statistics. "
+            "Validate on other texts, or leave kv_cache out."
+        )
+    return found

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
 from megatron_lightning.bridge.folder_model import FolderModel, Owner, Plan
 from megatron_lightning.bridge.folders.folder import FolderTensors
 from megatron_lightning.bridge.low_bit.export import QuantizedFolder, ServedLayers, served_layers
-from megatron_lightning.bridge.low_bit.fixed_scales import NONE, CalibratedFolder, FixedScales
+from megatron_lightning.bridge.low_bit.fixed_scales import (
+    NONE,
+    CalibratedFolder,
+    FixedScales,
+    cache_scales,
+)
 from megatron_lightning.bridge.low_bit.reading import dequantized
 from megatron_lightning.bridge.low_bit.schemes import Recipe, Scheme
 from megatron_lightning.bridge.low_bit.stacks import parts_of, separated, stacked
@@ -20,9 +25,11 @@ from megatron_lightning.bridge.tensors.lazy import Fill, Lazy
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.file_names import CONFIG
 from megatron_lightning.precision.served.inputs import InputName
-from megatron_lightning.precision.served.qat import QAT, Record
+from megatron_lightning.precision.served.qat import QAT, Record, described
 from megatron_lightning.precision.served.selection import Served
 from megatron_lightning.precision.served.values import Fit, ServedFormat, ServedName
+
+_T = TypeVar("_T")
 
 
 class TrainedWeights(NamedTuple):
@@ -67,6 +74,7 @@ class TrainedWeights(NamedTuple):
         scheme: Scheme = "compressed-tensors",
         *,
         trust_remote_code: bool = False,
+        cache: Mapping[str, tuple[float, float]] = MappingProxyType({}),
     ) -> QuantizedFolder:
         """Return the folder with the values of the trained forward.
 
@@ -75,6 +83,7 @@ class TrainedWeights(NamedTuple):
             tensors: All tensors of the folder.
             scheme: Names and settings of the quantized tensors.
             trust_remote_code: Whether code in the folder may run.
+            cache: Path of an attention in the folder -> amax of its keys and of its values.
 
         Raises:
             ConfigError: If the scheme lacks a format, or servers have no form of such experts.
@@ -83,7 +92,8 @@ class TrainedWeights(NamedTuple):
         layers = served_layers(
             like.files, tensors, self.tensors.keys(), trust_remote_code=trust_remote_code
         )
-        left = {name for name in layers.stacked if name in self.tensors}
+        written = {*layers.stacks, *(f"{path}.weight" for path in layers.quantized)}
+        left = self.tensors.keys() - written
         if left:
             name = min(left)
             raise ConfigError(
@@ -91,8 +101,9 @@ class TrainedWeights(NamedTuple):
                 f"{len(left)} such stacks rounded matrix by matrix, and servers load no such "
                 "experts in few bits. Write it in bf16: --quantize none."
             )
-        fixed = FixedScales.of_layers(self.inputs, self.inputs) if self.inputs else NONE
-        return self._quantized(like, layers, scheme, fixed)
+        inputs = self._by_matrix(self.inputs, layers, "")
+        fixed = FixedScales.of_layers(inputs, inputs) if inputs else NONE
+        return self._quantized(like, layers, scheme, fixed._replace(cache=cache))
 
     def values(
         self, like: FolderTensors, tensors: Mapping[str, Lazy], device: torch.device | None = None
@@ -123,10 +134,7 @@ class TrainedWeights(NamedTuple):
         fixed: FixedScales = NONE,
         device: torch.device | None = None,
     ) -> QuantizedFolder:
-        forms = dict(self.forms)
-        for name in layers.stacks:
-            form, count = forms.pop(name), len(self.tensors[name])
-            forms |= {part: form for parts in parts_of(name, count) for part in parts}
+        forms = self._by_matrix(self.forms, layers)
         recipes = {
             name.removesuffix(".weight"): Recipe.of(
                 form.name,
@@ -137,6 +145,18 @@ class TrainedWeights(NamedTuple):
             for name, form in forms.items()
         }
         return QuantizedFolder(like, recipes, layers, fixed, device)
+
+    def _by_matrix(
+        self, values: Mapping[str, _T], layers: ServedLayers, suffix: str = ".weight"
+    ) -> dict[str, _T]:
+        """Return values by name, with those of stacks for each expert's matrices."""
+        result = dict(values)
+        for name in layers.stacks:
+            if name in result:
+                value, parts = result.pop(name), parts_of(name, len(self.tensors[name]))
+                names = (part.removesuffix(".weight") for own in parts for part in own)
+                result |= {f"{path}{suffix}": value for path in names}
+        return result
 
 
 class Asked(NamedTuple):
@@ -184,13 +204,10 @@ def quantized_folder(
     Raises:
         ConfigError: If an option does nothing, or would change the values of the trained forward.
     """
-    name, group_size, scheme, fit, activations, statistics, _ = asked
-    if trained is not None and statistics is None and name != "none" and fit == "max":
-        own = {*trained.forms.values()}
-        wanted = own if name is None else {ServedFormat.of(name, group_size)}
-        is_own = wanted == own and (name is not None or group_size is None)
-        if is_own and activations in (None, trained.qat.activations):
-            return trained.folder(like, tensors, scheme, trust_remote_code=trusts)
+    name, group_size, scheme, fit, activations, _, _ = asked
+    if trained is not None and _is_as_trained(trained, asked):
+        cache = _cache_of_training(asked, owners)
+        return trained.folder(like, tensors, scheme, trust_remote_code=trusts, cache=cache)
     if name is None or name == "none":
         if not asked.is_plain:
             raise ConfigError(
@@ -204,6 +221,69 @@ def quantized_folder(
     return QuantizedFolder(like, dict.fromkeys(layers.quantized, recipe), layers, fixed)
 
 
+def _is_as_trained(trained: TrainedWeights, asked: Asked) -> bool:
+    """Return whether the folder of the trained forward is asked for.
+
+    Raises:
+        ConfigError: If the scales are others than those of the trained forward.
+    """
+    if asked.name == "none" or asked.activations not in (None, trained.qat.activations):
+        return False
+    own = {*trained.forms.values()}
+    if asked.name is None:
+        is_own = asked.group_size is None
+    else:
+        is_own = own == {ServedFormat.of(asked.name, asked.group_size)}
+    if is_own and asked.fit != "max":
+        raise ConfigError(
+            f"scales is {asked.fit}, and the checkpoint was trained with {described(trained.qat)}, "
+            "whose forward multiplied by scales max: the folder would have other values. Leave "
+            "scales out, or write another format."
+        )
+    return is_own
+
+
+def _cache_of_training(
+    asked: Asked, owners: Mapping[str, Owner]
+) -> Mapping[str, tuple[float, float]]:
+    """Return the largest keys and values, beside what a training has fixed."""
+    if not _needs_statistics([], asked):
+        return {}
+    parameters = {name: owner.parameter for name, owner in owners.items()}
+    if not any(name.startswith("decoder.") for name in parameters.values()):
+        raise ConfigError(
+            f"kv_cache {asked.kv_cache}: statistics are of a GPTModel, and the checkpoint is of an "
+            "untouched model. Leave kv_cache out, or train the folder by GPTLightningModule "
+            "(init_from_hf)."
+        )
+    return cache_scales(parameters, Statistics.load(str(asked.statistics)))
+
+
+def _needs_statistics(inputs: list[str], asked: Asked) -> bool:
+    """Return whether scales are those of an evaluation.
+
+    Args:
+        inputs: Description of the inputs whose scales it finds. Empty: none.
+        asked: The options.
+
+    Raises:
+        ConfigError: If the statistics are missing, or nothing needs them.
+    """
+    needs = inputs + ([f"kv_cache {asked.kv_cache}"] if asked.kv_cache is not None else [])
+    if needs and asked.statistics is None:
+        raise ConfigError(
+            f"{' and '.join(needs)}: the folder holds the scales, which an evaluation finds. "
+            "Validate the folder (--model=GPTLightningModule --model.init_from_hf=FOLDER) with the "
+            "callback LayerStatistics, and set --statistics FILE."
+        )
+    if asked.statistics is not None and not needs:
+        raise ConfigError(
+            "statistics find the scales of activations nvfp4 or fp8_tensor that no training fixed, "
+            "and of kv_cache, and none of them is set. Set one, or leave statistics out."
+        )
+    return bool(needs)
+
+
 def _fixed_scales(
     like: FolderTensors,
     layers: ServedLayers,
@@ -214,31 +294,21 @@ def _fixed_scales(
     trusts: bool,
 ) -> FixedScales:
     """Return the scales that a folder holds by the statistics of an evaluation."""
-    has_cache = asked.kv_cache is not None
-    needs = [f"activations {recipe.form.name}"] if recipe.fixes_inputs else []
-    needs += [f"kv_cache {asked.kv_cache}"] if has_cache else []
-    if needs and asked.statistics is None:
-        raise ConfigError(
-            f"{' and '.join(needs)}: the folder holds the scales, which an evaluation finds. "
-            "Validate the folder (--model=GPTLightningModule --model.init_from_hf=FOLDER) with the "
-            "callback LayerStatistics, and set --statistics FILE."
-        )
-    if asked.statistics is None:
+    inputs = [f"activations {recipe.form.name}"] if recipe.fixes_inputs else []
+    if not _needs_statistics(inputs, asked):
         return NONE
-    if not needs:
-        raise ConfigError(
-            "statistics find the scales of activations nvfp4 or fp8_tensor and of kv_cache, and "
-            "none of them is set. Set one, or leave statistics out."
-        )
     if not (like.path / CONFIG).is_file():
         raise ConfigError(
-            f"statistics are of a folder, and {like.path} is none. Export the checkpoint, and "
-            f"then the folder with --quantize {recipe.form.name}, which gives the same values."
+            f"statistics are of a folder, and {like.path} is none. Export the checkpoint with "
+            f"--quantize none, and then the folder with --quantize {recipe.form.name}."
         )
     model = FolderModel(like.path, trust_remote_code=trusts, family=family)
-    folder = CalibratedFolder(model, Statistics.load(asked.statistics))
+    folder = CalibratedFolder(model, Statistics.load(str(asked.statistics)))
     return folder.scales(
-        layers.quantized, layers.stacks, inputs=recipe.fixes_inputs, cache=has_cache
+        layers.quantized,
+        layers.stacks,
+        inputs=recipe.fixes_inputs,
+        cache=asked.kv_cache is not None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from megatron_lightning.bridge import AutoBridge, commands
+from megatron_lightning.bridge.pruning.statistics import Statistics
 from megatron_lightning.checkpoint import open_checkpoint
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import ConfigError
@@ -83,7 +85,9 @@ def test_a_folder_is_the_trained_forward(source: Path, tmp_path: Path) -> None:
     beside = load_file(checkpoint / "hugging_face" / "model.safetensors")
     assert {*beside} == {*stored}
     assert all(torch.equal(x, beside[name]) for name, x in stored.items())
-    model: Any = AutoBridge.from_hf_pretrained(served).to_model(dtype=torch.float32)
+    _check_options(checkpoint, stored, tmp_path)
+    with pytest.warns(UserWarning, match="scales of inputs, keys and values are left out"):
+        model: Any = AutoBridge.from_hf_pretrained(served).to_model(dtype=torch.float32)
     form = ServedFormat.of("nvfp4")
     for path, layer in model.named_modules():
         if f"{path}.input_global_scale" in stored:
@@ -107,6 +111,43 @@ def test_a_folder_is_the_trained_forward(source: Path, tmp_path: Path) -> None:
         rows = model(torch.tensor([prompt + want[:-1]])).logits[0, -2:].log_softmax(-1)
     expected = [float(row[token]) for row, token in zip(rows, want, strict=True)]
     assert score.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def _check_options(checkpoint: Path, stored: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """Scales of a cache come beside the training's, and nothing replaces or drops those."""
+    export: Any = partial(commands.export, str(checkpoint), str(tmp_path / "cached"))
+    for asked in ({"kv_cache": "fp8"}, {"kv_cache": "fp8", "quantize": "nvfp4"}):
+        with pytest.raises(ConfigError, match=r"kv_cache fp8: .*LayerStatistics"):
+            export(**asked)
+    for asked in ({"scales": "mse"}, {"scales": "4over6", "quantize": "nvfp4"}):
+        with pytest.raises(ConfigError, match=r"was trained with qat=nvfp4, activations=nvfp4"):
+            export(**asked)
+    with pytest.raises(ConfigError, match=r"that no training fixed.*none of them is set"):
+        export(statistics="file")
+    places = [f"decoder.layers.{n}.self_attention" for n in range(2)]
+    entries = {f"{x}.{kind}/amax": torch.tensor(2.0) for x in places for kind in ("keys", "values")}
+    Statistics(entries, tmp_path / "file").save(tmp_path / "file")
+    export(kv_cache="fp8", statistics=str(tmp_path / "file"))
+    cached = load_file(tmp_path / "cached" / "model.safetensors")
+    assert {*cached} - {*stored} == {
+        f"model.layers.{n}.self_attn.{kind}_scale" for n in range(2) for kind in "kv"
+    }
+    assert all(torch.equal(x, cached[name]) for name, x in stored.items())
+
+
+def test_stacks_that_no_server_loads_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    source = make_folder("granite-moe", tmp_path, **sizes)
+    module = GPTLightningModule(init_from_hf=str(source), qat="nvfp4")
+    run = trainer(MegatronStrategy(), max_steps=1)
+    run.fit(module, _rows())
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    with pytest.raises(ConfigError, match=r"input_linear.weight of shape .* with 4 such stacks"):
+        commands.export(str(tmp_path / "run.ckpt"), str(tmp_path / "out"))
+    commands.export(str(source), str(tmp_path / "out"), quantize="nvfp4")
+    assert "Experts stay stacked, as they are: model.layers.0.block" in capsys.readouterr().out
 
 
 def test_a_resume_goes_on_with_its_scales(source: Path, tmp_path: Path) -> None:
