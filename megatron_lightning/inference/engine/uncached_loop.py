@@ -19,6 +19,7 @@ NextLogits = Callable[[Tensor, Tensor], Tensor]
 """Maps tokens [b, s], padded on the right, and the index of each row's last token [b] to the next
 token's logits [b, v]."""
 _LEAST_TEMPERATURE = 1e-6
+_SEEDS = 1 << 63
 _ROWS = 16
 """Rows of logits in fp64 at a time on GPUs. On CPUs one row, which stays in the cache."""
 
@@ -73,6 +74,8 @@ class Sampling:
             raise ConfigError(
                 f"top_p={self.top_p} is not a probability above 0. Set it above 0 and at most 1."
             )
+        if not -_SEEDS <= self.seed < _SEEDS:
+            raise ConfigError(f"seed={self.seed} has more than 64 bits. Set it below 2^63.")
         if isinstance(self.stop, str) or not all(self.stop):
             raise ConfigError(
                 f"stop={self.stop!r} is not a list of strings with characters. Set it to a list, "

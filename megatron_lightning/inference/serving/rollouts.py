@@ -52,7 +52,8 @@ class RolloutApi:
         except ConfigError as error:
             raise ApiError(503, str(error)) from error
         try:
-            now = await asyncio.wrap_future(taken)
+            # A request that is cancelled leaves the future to the engine, which sets it.
+            now = await asyncio.shield(asyncio.wrap_future(taken))
         except ConfigError as error:
             raise ApiError(400, str(error)) from error
         except RuntimeError as error:
@@ -62,16 +63,20 @@ class RolloutApi:
     async def texts(self, http: Any) -> dict[str, Any] | None:
         """Return continuations of prompts. None: the client has left."""
         body = _mapping(await self._body(http))
-        self._check_version(_version_of(body))
+        wanted = _version_of(body)
+        self._check_version(wanted)
+        run = None if wanted is None else wanted.run
         requests = [_request_of(one) for one in _list(body, "requests")]
         for tokens, sampling in requests:
             self._check_tokens(tokens, sampling)
         stops = frozenset(_ids(body.get("stops"), "stops"))
         loop = asyncio.get_running_loop()
-        begun = [_Text(self._stepping, loop, *one, stops) for one in requests]
+        begun = [_Text(self._stepping, loop, run) for _ in requests]
         work: asyncio.Future[Any] = asyncio.gather(*(one.ended for one in begun))
         gone: asyncio.Future[Any] = asyncio.ensure_future(self._disconnected(http))
         try:
+            for text, (tokens, sampling) in zip(begun, requests, strict=True):
+                text.begin(tokens, sampling, stops)
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
             return {"texts": work.result()} if work.done() else None
         finally:
@@ -102,27 +107,38 @@ class RolloutApi:
 
 
 class _Text:
-    """A text on the way."""
+    """A text on the way. ``run`` names the fit whose weights alone may write it. None: any."""
 
     def __init__(
-        self,
-        stepping: Stepping,
-        loop: asyncio.AbstractEventLoop,
-        tokens: list[int],
-        sampling: Sampling,
-        stops: frozenset[int],
+        self, stepping: Stepping, loop: asyncio.AbstractEventLoop, run: str | None
     ) -> None:
         self._stepping = stepping
         self._loop = loop
+        self._run = run
+        self._number: int | None = None
         self.ended: asyncio.Future[dict[str, Any]] = loop.create_future()
         """Result of the text."""
+
+    def begin(self, tokens: list[int], sampling: Sampling, stops: frozenset[int]) -> None:
+        """Give the text to the engine.
+
+        Raises:
+            ApiError: If the engine ends.
+        """
         try:
-            self._number = stepping.add(tokens, sampling, 0, self._tell, stops=stops)
+            self._number = self._stepping.add(tokens, sampling, 0, self._tell, stops=stops)
         except ConfigError as error:
             raise ApiError(503, str(error)) from error
 
     def _tell(self, request: Request | ConfigError | None) -> None:
         """Take note of the end. Called from the stepping thread after every step."""
+        now = None if self._stepping.weights is None else self._stepping.weights.version
+        if isinstance(request, Request) and now is not None and self._run not in (None, now.run):
+            request = ConfigError(
+                f"the server has weights of another fit by now ({now.run}, the text is of "
+                f"{self._run}), and the text would be of both. A server serves one fit at a time: "
+                "end the other one, or give each fit servers of its own."
+            )
         if isinstance(request, Request) and request.reason is None:
             return
         self._loop.call_soon_threadsafe(self._end, request)
@@ -135,14 +151,15 @@ class _Text:
         elif request is None:
             self.ended.set_exception(ApiError(503, "the engine has ended, and with it the text."))
         elif request.reason == NOT_FINITE:
+            # No status of a server that is away: every other one would compute the same.
             message = "the model's logits for a text are not finite, so it cannot go on."
-            self.ended.set_exception(ApiError(500, message))
+            self.ended.set_exception(ApiError(422, message))
         else:
             self.ended.set_result(_state_of(request))
 
     def give_up(self) -> None:
         """End the text, unless already ended."""
-        if not self.ended.done() or self.ended.cancelled():
+        if self._number is not None:
             self._stepping.give_up(self._number)
 
 
@@ -188,7 +205,7 @@ def _request_of(one: Any) -> tuple[list[int], Sampling]:
             seed=int(one["seed"]),
         )
         return _ids(one["prompt"], "prompt"), sampling
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ApiError(
             400, f"a request has prompt, max_new_tokens, temperature, seed: {error!r}"
         ) from error
