@@ -72,6 +72,8 @@ class Request:
     """Request that computed the common tokens of this leader again, last. None: there is none."""
     done: int = 0
     """Number of tokens with keys in the cache."""
+    has_started: bool = False
+    """Whether the request has run, even if it gave way."""
     offset: int = 0
     """Tokens before the model's input window."""
     logprobs: list[float] = field(default_factory=list)

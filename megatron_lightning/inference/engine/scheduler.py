@@ -12,10 +12,10 @@ a stage, another group is on the next stage.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference.engine.keys.key_slots import NOTHING, Allocator, Copies
+from megatron_lightning.inference.engine.keys.key_slots import NOTHING, Allocator, Beginning, Copies
 from megatron_lightning.inference.engine.keys.prefix_cache import PrefixCache, PrefixCounts
 from megatron_lightning.inference.engine.request_batch import Batch, DraftCounts, Portion, Request
 
@@ -31,7 +31,7 @@ class Scheduler:
         counts: Counts the drafts.
         keeps_prefixes: Whether keys of ended texts are kept for requests that begin alike. False if
             layers carry states.
-        prefix_counts: Counts the tokens of prompts.
+        prefix_counts: Counts the tokens of prompts, if keys are kept.
     """
 
     def __init__(
@@ -46,9 +46,10 @@ class Scheduler:
         prefix_counts: PrefixCounts | None = None,
     ) -> None:
         self.allocator = allocator
-        self.prefixes = PrefixCache(allocator, is_enabled=keeps_prefixes, num_drafts=num_drafts)
+        self.prefixes = PrefixCache(
+            allocator, is_enabled=keeps_prefixes, num_drafts=num_drafts, counts=prefix_counts
+        )
         """Keys of ended texts."""
-        self._prefix_counts = prefix_counts or PrefixCounts()
         self._num_drafts = num_drafts
         self._counts = counts or DraftCounts()
         self._max_tokens = max_tokens
@@ -166,16 +167,7 @@ class Scheduler:
         """Return the request's drafts for the next step. No request gives way to drafts."""
         drafts = tuple(request.drafts[: max(0, min(request.most_drafts, most))])
         length = request.num_inputs + len(drafts)
-        return drafts if self._has_slots(request, length) else ()
-
-    def _has_slots(self, request: Request, length: int) -> bool:
-        """Reserve slots for ``length`` tokens, from kept texts at last. Return whether there were
-        enough slots.
-        """
-        while not self.allocator.reserve(request, length, request.at_most):
-            if not self.prefixes.drop_oldest():
-                return False
-        return True
+        return drafts if self.prefixes.reserve(request, length) else ()
 
     def _reserve(
         self, request: Request, length: int, running: list[Request], portions: list[Portion]
@@ -184,7 +176,7 @@ class Scheduler:
         group, at last the request itself, give way.
         """
         planned = {portion.request for portion in portions}
-        while not self._has_slots(request, length):
+        while not self.prefixes.reserve(request, length):
             youngest = next((r for r in reversed(running) if r not in planned), request)
             running.remove(youngest)
             self._pause(youngest)
@@ -221,52 +213,67 @@ class Scheduler:
         for request in candidates:
             if len(running) >= most or budget <= 0:
                 break
-            leader, num_shared = self._leader_of(request)
+            leader = self._leader_of(request)
             if leader is not None and not self._is_ready(request, running):
                 continue  # until the leader has computed the common tokens
-            source: Hashable | None = leader
-            if leader is None:
-                source, num_shared = self.prefixes.find(request)
-            if not self._has_slots(request, request.num_inputs):
+            own_copies = self._begin(request, leader)
+            if own_copies is None:
                 break
+            copies = copies.and_(own_copies)
             self._waiting.remove(request)
             running.append(request)
-            if leader is None:
-                request.succeed()
-            if source is not None and (leader is not None or source in self.prefixes):
-                request.done, own_copies = self.allocator.share(source, request, num_shared)
-                copies = copies.and_(own_copies)
-            self._prefix_counts.add(request.num_inputs, request.done)
             end = self._end_of(request, budget)
             if end > request.done:
                 portions.append(Portion(request, request.done, end))
                 budget -= end - request.done
         return copies
 
-    def _leader_of(self, request: Request) -> tuple[Request | None, int]:
-        """Return the running request with the first keys of a waiting request, and the number of
-        keys. None: the waiting request computes all tokens.
+    def _begin(self, request: Request, leader: Request | None) -> Copies | None:
+        """Reserve slots for a waiting request, with the first keys of its leader or of a kept text.
+        Return the copies of the keys. None: there are not enough slots.
+        """
+        if leader is not None:
+            beginning: Beginning | None = Beginning(leader, self._num_shared(request))
+        else:
+            beginning = self.prefixes.find(request)
+        has_slots = self.prefixes.reserve(request, request.num_inputs, beginning)
+        if not has_slots and leader is None and beginning is not None:
+            # The kept text itself is in the way.
+            beginning = None
+            has_slots = self.prefixes.reserve(request, request.num_inputs)
+        if not has_slots:
+            return None
+        request.done = 0 if beginning is None else beginning.length
+        if leader is None:
+            request.succeed()
+            self.prefixes.count(request, request.done)
+        request.has_started = True
+        return NOTHING if beginning is None else self.allocator.copies(request, beginning)
+
+    def _leader_of(self, request: Request) -> Request | None:
+        """Return the running request with the first keys of a waiting request. None: there is
+        none.
         """
         leader, shared = request.source, self._num_shared(request)
         if leader is None or leader.reason is not None or not shared:
-            return None, 0
+            return None
         if leader.offset or request.offset:
-            return None, 0  # other first tokens
+            return None  # other first tokens
         if leader.is_long != request.is_long:
-            return None, 0  # other keys of the same tokens
+            return None  # other keys of the same tokens
         if leader.done < shared and not any(leader in group for group in self._running):
-            return None, 0  # the leader has given way
+            return None  # the leader has given way
         if self.allocator.has_states and leader.done > shared:
-            return None, 0  # states behind further tokens
-        return leader, shared
+            return None  # states behind further tokens
+        return leader
 
     def _is_ready(self, request: Request, running: Sequence[Request]) -> bool:
         """Return whether a waiting request can share the first keys of its leader now.
 
         Steps of other groups are on their way, and states may already be behind further tokens.
         """
-        leader, shared = self._leader_of(request)
-        if leader is None or leader.done < shared:
+        leader = self._leader_of(request)
+        if leader is None or leader.done < self._num_shared(request):
             return False
         return not self.allocator.has_states or leader in running
 

@@ -103,7 +103,7 @@ class TextModel(ABC):
         self.part: Any = None
         """Description of the rank's part of a loaded model."""
         self.prefix_counts = PrefixCounts()
-        """Tokens of all prompts so far."""
+        """Tokens of prompts so far, if keys of ended texts are kept."""
         self._uses_inference_mode = uses_inference_mode
         self._forward_context = forward_context
         self._prepare = prepare

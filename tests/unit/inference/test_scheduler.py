@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from megatron_lightning.inference.engine.keys import prefix_cache
-from megatron_lightning.inference.engine.keys.key_slots import Pages, Runs
+from megatron_lightning.inference.engine.keys.key_slots import Beginning, Copies, Pages, Runs
 from megatron_lightning.inference.engine.keys.prefix_cache import KeptText, PrefixCache
 from megatron_lightning.inference.engine.request_batch import Batch, Portion, Request
 from megatron_lightning.inference.engine.requests import RequestMaker
@@ -164,19 +164,28 @@ def test_steps_read_the_keys_of_their_texts(storage: str, monkeypatch: pytest.Mo
     """Leaders and followers are scored, sampled, aborted, give way, and slide, with drafts too."""
     events, pause = Counter[str](), Scheduler._pause
     monkeypatch.setattr(prefix_cache, "BLOCK", 2)
-    find, drop_oldest = PrefixCache.find, PrefixCache.drop_oldest
+    begin, reserve = Scheduler._begin, PrefixCache.reserve
 
-    def counted_find(self: PrefixCache, request: Request) -> tuple[KeptText | None, int]:
-        found = find(self, request)
-        events["prefixes"] += found[0] is not None
-        return found
+    def counted_begin(self: Scheduler, request: Request, leader: Request | None) -> Copies | None:
+        copies = begin(self, request, leader)
+        events["prefixes"] += copies is not None and leader is None and request.done > 0
+        return copies
 
-    def counted_drop(self: PrefixCache) -> bool:
-        events["drops"] += 1
-        return drop_oldest(self)
+    def counted_reserve(
+        self: PrefixCache, request: Request, length: int, beginning: Beginning | None = None
+    ) -> bool:
+        before = len(self._texts)
+        has_slots = reserve(self, request, length, beginning)
+        events["drops"] += before - len(self._texts)
+        assert has_slots or len(self._texts) == before
+        source = None if beginning is None else beginning.source
+        is_kept = isinstance(source, KeptText) and has_slots
+        events["prefixes beside drops"] += is_kept and len(self._texts) < before
+        assert source in self._texts or not isinstance(source, KeptText)
+        return has_slots
 
-    monkeypatch.setattr(PrefixCache, "find", counted_find)
-    monkeypatch.setattr(PrefixCache, "drop_oldest", counted_drop)
+    monkeypatch.setattr(Scheduler, "_begin", counted_begin)
+    monkeypatch.setattr(PrefixCache, "reserve", counted_reserve)
 
     def counted(self: Scheduler, request: Request) -> None:
         events["pauses"] += 1
@@ -193,5 +202,6 @@ def test_steps_read_the_keys_of_their_texts(storage: str, monkeypatch: pytest.Mo
         # All slots are free: a text of any length fits again.
         assert run.allocator.reserve("next", run.allocator.capacity, run.allocator.capacity)
     assert events["copies"] > 20 and events["state copies"] > 20 and events["slides"] > 100
-    assert events["long"] > 100 and events["prefixes"] > 20 and events["drops"] > 500
+    assert events["long"] > 100 and events["prefixes"] > 25 and events["drops"] > 50
+    assert events["prefixes beside drops"] > 0
     assert (events["pauses"] > 20) == (storage == "pages")

@@ -12,8 +12,7 @@ Slot 0 belongs to no request. Every rank runs the same allocator on the same req
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable
 from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
@@ -40,6 +39,15 @@ class Copies(NamedTuple):
 NOTHING = Copies()
 
 
+class Beginning(NamedTuple):
+    """First tokens of a text whose keys another text has."""
+
+    source: Hashable
+    """The other text."""
+    length: int
+    """Number of tokens."""
+
+
 class Allocator(Protocol):
     """Slots of requests. A request is any hashable object."""
 
@@ -48,10 +56,29 @@ class Allocator(Protocol):
     has_states: bool
     """Whether layers carry states."""
 
-    def reserve(self, request: Hashable, now: int, at_most: int) -> bool:
+    def reserve(
+        self, request: Hashable, now: int, at_most: int, beginning: Beginning | None = None
+    ) -> bool:
         """Reserve slots for ``now`` tokens of a text growing to ``at_most``. Return whether there
         were enough slots.
+
+        A request without slots can have first tokens, less than ``now``, from another text. If
+        layers carry states, that text has no further token yet. :meth:`copies` completes them.
         """
+        ...
+
+    def copies(self, request: Hashable, beginning: Beginning) -> Copies:
+        """Return the copies to make before the keys of the beginning are read."""
+        ...
+
+    def missing(
+        self, request: Hashable, now: int, at_most: int, beginning: Beginning | None = None
+    ) -> int:
+        """Return the size of what :meth:`reserve` takes: neighboring slots, or pages."""
+        ...
+
+    def largest(self, dropped: Iterable[Hashable] = ()) -> int:
+        """Return the largest size that :meth:`reserve` could take without the texts ``dropped``."""
         ...
 
     def release(self, request: Hashable) -> None:
@@ -74,15 +101,6 @@ class Allocator(Protocol):
 
     def row(self, request: Hashable) -> int:
         """Return the row of a request's states, different for all requests with slots."""
-        ...
-
-    def share(self, source: Hashable, target: Hashable, length: int) -> tuple[int, Copies]:
-        """Give a request without slots, or with unused slots, the first ``length`` tokens of
-        another request. If layers carry states, the other request has no further token yet.
-
-        Returns:
-            Number of tokens in ``target``, and the copies to make before reading the tokens.
-        """
         ...
 
 
@@ -122,8 +140,10 @@ class Runs:
         self._gaps = [(1, num_slots)]
         self._runs: dict[Hashable, tuple[int, int]] = {}
 
-    def reserve(self, request: Hashable, now: int, at_most: int) -> bool:
-        """See :class:`Allocator`."""
+    def reserve(
+        self, request: Hashable, now: int, at_most: int, beginning: Beginning | None = None
+    ) -> bool:
+        """See :class:`Allocator`. The beginning needs slots, too: runs have no slot in common."""
         if request in self._runs:
             return True
         for index, (start, end) in enumerate(self._gaps):
@@ -134,6 +154,24 @@ class Runs:
                 self._rows.take(request)
                 return True
         return False
+
+    def copies(self, request: Hashable, beginning: Beginning) -> Copies:
+        """See :class:`Allocator`."""
+        source, length = beginning
+        starts = (self._runs[source][0], self._runs[request][0])
+        source_slots, own_slots = (slice(start, start + length) for start in starts)
+        return Copies(((source_slots, own_slots),), _rows_to_copy(self, source, request))
+
+    def missing(
+        self, request: Hashable, now: int, at_most: int, beginning: Beginning | None = None
+    ) -> int:
+        """See :class:`Allocator`."""
+        return 0 if request in self._runs else at_most
+
+    def largest(self, dropped: Iterable[Hashable] = ()) -> int:
+        """See :class:`Allocator`."""
+        gaps = _merged([*self._gaps, *(self._runs[text] for text in dropped)])
+        return max((end - start for start, end in gaps), default=0)
 
     def release(self, request: Hashable) -> None:
         """See :class:`Allocator`."""
@@ -152,14 +190,7 @@ class Runs:
 
     def _free(self, first: int, last: int) -> None:
         """Add a gap, merged with its neighbors."""
-        insort(self._gaps, (first, last))
-        merged = self._gaps[:1]
-        for start, end in self._gaps[1:]:
-            if start == merged[-1][1]:
-                merged[-1] = merged[-1][0], end
-            else:
-                merged.append((start, end))
-        self._gaps = merged
+        self._gaps = _merged([*self._gaps, (first, last)])
 
     def slots(self, request: Hashable, first: int, end: int) -> Tensor:
         """See :class:`Allocator`."""
@@ -174,13 +205,6 @@ class Runs:
     def row(self, request: Hashable) -> int:
         """See :class:`Allocator`."""
         return self._rows[request]
-
-    def share(self, source: Hashable, target: Hashable, length: int) -> tuple[int, Copies]:
-        """Copy: runs have no slot in common."""
-        runs = (self._runs[source][0], self._runs[target][0])
-        source_slots, target_slots = (slice(start, start + length) for start in runs)
-        slots = ((source_slots, target_slots),) if length else ()
-        return length, Copies(slots, _rows_to_copy(self, source, target))
 
 
 class Pages:
@@ -202,18 +226,46 @@ class Pages:
         self._users = [0] * num_pages
         self._pages: dict[Hashable, list[int]] = {}
 
-    def reserve(self, request: Hashable, now: int, at_most: int) -> bool:
-        """See :class:`Allocator`."""
-        pages = self._pages.get(request, [])
-        num_missing = -(-now // self.block_size) - len(pages)
+    def reserve(
+        self, request: Hashable, now: int, at_most: int, beginning: Beginning | None = None
+    ) -> bool:
+        """See :class:`Allocator`. Full pages of the beginning are shared."""
+        num_missing = self.missing(request, now, at_most, beginning)
         if num_missing > len(self._free):
             return False
-        for _ in range(num_missing):
-            pages.append(self._free.popleft())
-            self._users[pages[-1]] = 1
-        self._pages[request] = pages
+        pages = self._pages.setdefault(request, [])
+        if beginning is not None:
+            pages += self._pages[beginning.source][: beginning.length // self.block_size]
+        new_pages = [self._free.popleft() for _ in range(num_missing)]
+        pages += new_pages
+        for page in pages if beginning is not None else new_pages:
+            self._users[page] += 1
         self._rows.take(request)
         return True
+
+    def copies(self, request: Hashable, beginning: Beginning) -> Copies:
+        """See :class:`Allocator`. The tokens behind the full pages are copied."""
+        num_shared, rest = divmod(beginning.length, self.block_size)
+        slots: tuple[tuple[slice, slice], ...] = ()
+        if rest:
+            pages = (self._pages[text][num_shared] for text in (beginning.source, request))
+            here, there = (slice(p * self.block_size, p * self.block_size + rest) for p in pages)
+            slots = ((here, there),)
+        return Copies(slots, _rows_to_copy(self, beginning.source, request))
+
+    def missing(
+        self, request: Hashable, now: int, at_most: int, beginning: Beginning | None = None
+    ) -> int:
+        """See :class:`Allocator`."""
+        num_present = len(self._pages.get(request, ()))
+        if beginning is not None:
+            num_present += beginning.length // self.block_size
+        return max(0, -(-now // self.block_size) - num_present)
+
+    def largest(self, dropped: Iterable[Hashable] = ()) -> int:
+        """See :class:`Allocator`."""
+        uses = Counter(page for text in dropped for page in self._pages[text])
+        return len(self._free) + sum(self._users[page] == count for page, count in uses.items())
 
     def release(self, request: Hashable) -> None:
         """See :class:`Allocator`."""
@@ -252,23 +304,16 @@ class Pages:
         """See :class:`Allocator`."""
         return self._rows[request]
 
-    def share(self, source: Hashable, target: Hashable, length: int) -> tuple[int, Copies]:
-        """Share the full pages, and copy the tokens behind the full pages."""
-        num_shared = length // self.block_size
-        shared_pages = self._pages[source][:num_shared]
-        own_pages = self._pages[target]
-        for page, replaced in zip(shared_pages, own_pages, strict=False):
-            self._users[page] += 1
-            self._users[replaced] = 0
-            self._free.append(replaced)
-        own_pages[:num_shared] = shared_pages
-        rest = length % self.block_size
-        slots: tuple[tuple[slice, slice], ...] = ()
-        if rest:
-            pages = (self._pages[source][num_shared], own_pages[num_shared])
-            here, there = (slice(p * self.block_size, p * self.block_size + rest) for p in pages)
-            slots = ((here, there),)
-        return length, Copies(slots, _rows_to_copy(self, source, target))
+
+def _merged(gaps: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the gaps in order, neighbors as one."""
+    merged = list[tuple[int, int]]()
+    for start, end in sorted(gaps):
+        if merged and start == merged[-1][1]:
+            merged[-1] = merged[-1][0], end
+        else:
+            merged.append((start, end))
+    return merged
 
 
 def _rows_to_copy(

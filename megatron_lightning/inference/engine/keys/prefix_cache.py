@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_lightning.inference.engine.keys.key_slots import Allocator
+from megatron_lightning.inference.engine.keys.key_slots import Allocator, Beginning
 from megatron_lightning.inference.engine.request_batch import NOT_FINITE, Request
 
 BLOCK = 16
@@ -23,7 +23,7 @@ BLOCK = 16
 
 @dataclass
 class PrefixCounts:
-    """Number of tokens that began texts, and of those whose keys were already there."""
+    """Number of tokens of prompts that were looked up, and of those whose keys were kept."""
 
     tokens: int = 0
     reused: int = 0
@@ -61,31 +61,60 @@ class PrefixCache:
         allocator: The slots.
         is_enabled: Whether texts are kept. False if layers carry states.
         num_drafts: Tokens behind a token that its keys depend on.
+        counts: Counts the tokens of prompts.
     """
 
-    def __init__(self, allocator: Allocator, *, is_enabled: bool, num_drafts: int = 0) -> None:
+    def __init__(
+        self,
+        allocator: Allocator,
+        *,
+        is_enabled: bool,
+        num_drafts: int = 0,
+        counts: PrefixCounts | None = None,
+    ) -> None:
         self._allocator = allocator
         self._is_enabled = is_enabled
         self._num_drafts = num_drafts
+        self._counts = counts or PrefixCounts()
         self._texts: dict[KeptText, None] = {}
         """In the order of their last use."""
         self._by_hash: dict[int, dict[KeptText, None]] = {}
 
-    def __contains__(self, text: object) -> bool:
-        return text in self._texts
-
-    def find(self, request: Request) -> tuple[KeptText | None, int]:
-        """Return the text with the most first keys of a request, and the number of these keys."""
+    def find(self, request: Request) -> Beginning | None:
+        """Return the most first keys of a request that a text has."""
         # The last token is computed by every request, for the logits of the next token.
         most = request.num_inputs - max(1, request.num_scored, self._num_drafts)
         if not self._texts or request.offset or most < BLOCK:
-            return None, 0
+            return None
         text, common = self._longest(request.tokens[: request.num_inputs], is_long=request.is_long)
         count = min(common - self._num_drafts, most)
         if text is None or count < BLOCK:
-            return None, 0
+            return None
         self._texts[text] = self._texts.pop(text)
-        return text, count
+        return Beginning(text, count)
+
+    def reserve(self, request: Request, length: int, beginning: Beginning | None = None) -> bool:
+        """Reserve slots for ``length`` tokens. Return whether there were enough slots.
+
+        Texts that were not used for the longest time give theirs, but never the source of the
+        beginning. None is dropped if all of them were too few.
+        """
+        wanted = (request, length, request.at_most, beginning)
+        if self._allocator.reserve(*wanted):
+            return True
+        texts = [t for t in self._texts if beginning is None or t is not beginning.source]
+        if self._allocator.missing(*wanted) > self._allocator.largest(texts):
+            return False
+        for text in texts:
+            self._drop(text)
+            if self._allocator.reserve(*wanted):
+                return True
+        return False
+
+    def count(self, request: Request, num_reused: int) -> None:
+        """Count the tokens of a request at its first start."""
+        if self._is_enabled and not request.has_started:
+            self._counts.add(request.num_inputs, num_reused)
 
     def keep(self, request: Request) -> None:
         """Keep the slots of an ended request, or give them back."""
@@ -100,19 +129,21 @@ class PrefixCache:
             self._allocator.release(request)
             self._texts[known] = self._texts.pop(known)
             return
+        if known is not None and common == len(known.tokens):
+            self._drop(known)  # the beginning of this text: a chat's turn before
         text = KeptText(tokens, _hashes(tokens), request.is_long)
         self._allocator.hand_over(request, text, count)
         self._texts[text] = None
         for number in text.hashes:
             self._by_hash.setdefault(number, {})[text] = None
 
-    def drop_oldest(self) -> bool:
-        """Give the slots of the text that was not used for the longest time back. Return whether
-        there was a text.
-        """
-        text = next(iter(self._texts), None)
-        if text is None:
-            return False
+    def forget(self) -> None:
+        """Drop all texts: keys of new weights are others."""
+        for text in tuple(self._texts):
+            self._drop(text)
+
+    def _drop(self, text: KeptText) -> None:
+        """Give the slots of a text back."""
         del self._texts[text]
         self._allocator.release(text)
         for number in text.hashes:
@@ -120,12 +151,6 @@ class PrefixCache:
             del texts[text]
             if not texts:
                 del self._by_hash[number]
-        return True
-
-    def forget(self) -> None:
-        """Drop all texts: keys of new weights are others."""
-        while self.drop_oldest():
-            pass
 
     def _longest(self, tokens: Sequence[int], *, is_long: bool) -> tuple[KeptText | None, int]:
         """Return the text with the most first tokens in common, and their number."""
