@@ -25,6 +25,11 @@ class RoundedWeights(StepParticipant):
         records = qat_of(scope.module).values()
         self._roundings = [r.rounding for r in records if r.rounding is not None]
         self._keeps = scope.part.units is None
+        for rounding in self._roundings:
+            if rounding.inputs is not None:
+                # Notes of a step without a backward wait for the next one.
+                rounding.inputs.is_shared = True
+                scope.undo.callback(setattr, rounding.inputs, "is_shared", False)
 
     @classmethod
     def of(cls, scope: RunContext) -> Iterator[RoundedWeights]:

@@ -39,7 +39,11 @@ from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.file_names import CONFIG, MODELOPT_CONFIG, WEIGHTS_INDEX
 from megatron_lightning.parallel.shards.spec import Box
 from megatron_lightning.precision.served.selection import place_in_block, served_in
-from megatron_lightning.precision.served.trained_codes import rows_of_block, trained_codes
+from megatron_lightning.precision.served.trained_codes import (
+    SCALINGS,
+    rows_of_block,
+    trained_codes,
+)
 from megatron_lightning.precision.served.values import Encoded, encode, fused_paths
 
 _WEIGHT = ".weight"
@@ -183,11 +187,17 @@ class QuantizedFolder(FolderTensors):
         count = sum(self._tensors[f"{path}{_WEIGHT}"].numel() for path in layers.quantized)
         made = (x for name, x in self._made.items() if name.rpartition(".")[0] in self._paths)
         size = sum(x.nbytes for x in made)
+        scalings = {SCALINGS[r.form.name] for r in self._recipes.values() if r.is_trained}
+        trained = (
+            f" Codes are those of a training by FP8Recipe(scaling={' or '.join(sorted(scalings))}) "
+            "with its defaults. The checkpoint does not say how it was trained."
+        )
         stacked = f" Experts stay stacked, as they are: {_listed(layers.stacked)}."
         return (
             f"{len(layers.quantized)} layers in {' and '.join(names)} ({self._scheme}), "
             f"{8 * size / count:.3f} bits a weight. Left as they are: {_listed(layers.ignored)}."
-            f"{stacked if layers.stacked else ''}{self._fixed.describe()}"
+            f"{stacked if layers.stacked else ''}"
+            f"{trained if scalings else ''}{self._fixed.describe()}"
         )
 
     @property
@@ -216,7 +226,7 @@ class QuantizedFolder(FolderTensors):
         for path in sorted(self._paths):
             recipe, owner = self._recipes[path], self._layers.owners.get(f"{path}{_WEIGHT}")
             size = rows_of_block(recipe.form)
-            if recipe.fit != "trained":
+            if not recipe.is_trained:
                 continue
             self._shared_amax(path)  # before anything is written
             if owner is not None and owner.row_divisor % size:
@@ -251,7 +261,7 @@ class QuantizedFolder(FolderTensors):
                 "Export an earlier checkpoint."
             )
         recipe, amax = self._recipes[path], self._shared_amax(path)
-        if recipe.fit == "trained":
+        if recipe.is_trained:
             return trained_codes(weight, recipe.form, amax)
         return encode(weight, recipe.form, amax, fit=recipe.fit)
 
@@ -264,7 +274,7 @@ class QuantizedFolder(FolderTensors):
         if fused not in self._amax:
             each = [form.shared_amax(self._weight(other)) for other in fused]
             stacked = torch.stack([x for x in each if x is not None])
-            if self._recipes[path].fit == "trained":
+            if self._recipes[path].is_trained:
                 self._check_trained(fused, stacked)
             self._amax[fused] = stacked.amax(0)
         return self._amax[fused]

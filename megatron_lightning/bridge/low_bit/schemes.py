@@ -44,6 +44,11 @@ class Recipe(NamedTuple):
     """Whether servers round inputs in the same format."""
 
     @property
+    def is_trained(self) -> bool:
+        """Whether codes are those of a training by ``MegatronFP8Precision``."""
+        return self.fit == "trained"
+
+    @property
     def fixes_inputs(self) -> bool:
         """Whether the folder holds scales of inputs. Else servers find them at run time."""
         return self.rounds_inputs and self.form.is_of_matrix

@@ -75,6 +75,8 @@ class InputScales:
         self._histories = {p: AmaxHistory(FP8Recipe(scaling="delayed"), "input") for p in paths}
         self.amax: dict[str, float] = {}
         """Path -> largest absolute input so far."""
+        self.is_shared = False
+        """Whether a strategy takes the notes, and shares them between ranks."""
 
     def note(self, path: str, x: Tensor) -> None:
         """Note the inputs of a layer that are not rounded yet."""

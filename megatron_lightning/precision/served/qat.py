@@ -170,7 +170,8 @@ class QAT:
                 continue
             rounding.is_on = step is None or step >= record.qat.fake_quant_after_n_steps
             if rounding.inputs is not None and step is not None:
-                rounding.inputs.take()
+                if not rounding.inputs.is_shared:
+                    rounding.inputs.take()
                 if rounding.is_on and (line := rounding.inputs.complete(step)):
                     rank_zero_info(line)
 

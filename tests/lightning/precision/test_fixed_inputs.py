@@ -63,6 +63,7 @@ def test_the_first_steps_find_scales_that_stay(source: Path, strategy: str | Non
         results.append(module.model.model.layers[0].mlp.up_proj.weight.detach().clone())
         if qat is not None:
             amax.append(dict(_amax(module)))
+            assert not qat_of(module)["model"].rounding.inputs.is_shared  # type: ignore[union-attr]
     assert torch.equal(results[0], results[1])
     assert len(amax[1]) == 14
     assert amax[0] == amax[1] or strategy is None
@@ -148,6 +149,37 @@ def test_stacks_that_no_server_loads_are_refused(
         commands.export(str(tmp_path / "run.ckpt"), str(tmp_path / "out"))
     commands.export(str(source), str(tmp_path / "out"), quantize="nvfp4")
     assert "Experts stay stacked, as they are: model.layers.0.block" in capsys.readouterr().out
+
+
+def test_notes_without_a_backward_wait_for_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as of a step that is skipped. Without a strategy, several ranks are refused."""
+    model = nn.Sequential(nn.Linear(32, 32))
+    FIXED.apply(model)
+    inputs = qat_of(model)[""].rounding.inputs  # type: ignore[union-attr]
+    assert inputs is not None
+    inputs.is_shared = True
+    QAT.follow(model, 0)
+    model(torch.full((4, 32), 3.0))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    QAT.follow(model, 1)
+    assert not inputs.amax
+    inputs.is_shared = False
+    with pytest.raises(ConfigError, match="which only MegatronStrategy shares"):
+        QAT.follow(model, 1)
+
+
+class _Skipped(GPTLightningModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert qat_of(self)["model"].rounding.inputs.is_shared  # type: ignore[union-attr]
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 0 else loss
+
+
+def test_a_skipped_step_is_one_of_those_that_find_scales(source: Path) -> None:
+    module = _Skipped(init_from_hf=str(source), qat=FIXED)
+    trainer(MegatronStrategy(), max_steps=3).fit(module, _rows(16))
+    assert len(_amax(module)) == 8
 
 
 def test_a_resume_goes_on_with_its_scales(source: Path, tmp_path: Path) -> None:

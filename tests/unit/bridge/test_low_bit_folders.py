@@ -223,7 +223,7 @@ def test_a_training_in_8_bits_has_the_codes_of_its_export(source: Path) -> None:
 
 @pytest.mark.parametrize("name", [*SCALINGS])
 def test_a_training_by_a_recipe_exports_its_own_codes(
-    source: Path, tmp_path: Path, name: str
+    source: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also of fused matrices in blocks: 16 divides the heads, and 128 does not."""
     recipe = FP8Recipe(scaling=SCALINGS[name])  # type: ignore[index]
@@ -236,6 +236,7 @@ def test_a_training_by_a_recipe_exports_its_own_codes(
         export(str(source), str(out))
     else:
         export(checkpoint, str(out))
+    assert f"scaling={SCALINGS[name]}) with its defaults" in capsys.readouterr().out  # type: ignore[index]
     if name in ("nvfp4", "fp8_tensor"):
         with pytest.raises(ConfigError, match=r"up_proj were trained with a scale each"):
             export(str(source), str(tmp_path / "x"))
