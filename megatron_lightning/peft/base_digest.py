@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
 
 from torch import nn
 
 from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.layers.adapters.adapter_layers import adapted_layers
+from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.shards.digest import as_text, digest_of_shards
 from megatron_lightning.peft.methods.applied import applied_to
-from megatron_lightning.peft.record import PEFT, take_expected_bases, write_record
+from megatron_lightning.peft.record import take_expected_bases
 
 
 def check_loaded_base(state: ModuleState) -> None:
@@ -40,9 +40,8 @@ def digest_of_part(state: ModuleState, path: str, names: Collection[str]) -> str
     )
     own_digest = digest_of_shards(shards)
     total = sum(state.context.axis("world").all_gather_object(own_digest))
-    record: dict[str, Any] = {}
-    write_record(state.module, record)
-    return as_text(total, record[PEFT][path]["names"])
+    is_gpt = isinstance(state.module.get_submodule(path), GPTModel)
+    return as_text(total, "gpt" if is_gpt else "own")
 
 
 def frozen_names(module: nn.Module) -> Iterator[str]:

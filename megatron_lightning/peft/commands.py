@@ -31,7 +31,7 @@ from megatron_lightning.peft.merged_models import (
     write_merged_gpt,
     write_tensors,
 )
-from megatron_lightning.peft.record import PEFT, method_entry
+from megatron_lightning.peft.record import PEFT, check_describable, method_entry
 from megatron_lightning.peft.sources import (
     check_apart,
     read_saved,
@@ -166,11 +166,7 @@ def import_(  # noqa: PLR0917  # every argument is an option of the command line
             model = GPTModel(config)
     adapters = fitted(adapters, model, source)
     check_trainable(adapters, model, source)
-    if adapters.kind.has_own_values:
-        raise CheckpointError(
-            f"{source} has projections that its seed does not draw here, which a checkpoint does "
-            "not hold. Merge the adapters into their base: megatron-lightning adapters merge."
-        )
+    check_describable(adapters.kind, source)
     ties = {name: owner for name, owner in ties_of(model).items() if name in adapters.saved}
     names = [name for name in model.state_dict() if name not in adapters.saved]
     tensors = {f"state_dict.model.{n}": t for n, t in adapters.state() if n not in ties}

@@ -24,6 +24,7 @@ from megatron_lightning.assembly.state.left_out import left_out_digests
 from megatron_lightning.bridge.folders.remembered_folders import kept_folders
 from megatron_lightning.checkpoint.reading.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.layers.adapters.part import AdapterKind
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.peft.methods.applied import AppliedAdapters, FusedRows, applied_to
 from megatron_lightning.peft.methods.method import AdapterMethod
@@ -70,10 +71,28 @@ def take_expected_bases(module: nn.Module) -> dict[str, Base]:
     return {path: base for path, base in bases.items() if base is not None}
 
 
+def check_describable(kind: AdapterKind, whose: str) -> None:
+    """Check that a checkpoint describes all frozen values of adapters.
+
+    Raises:
+        CheckpointError: If they are values of a folder.
+    """
+    if kind.has_own_values:
+        raise CheckpointError(
+            f"{whose} has projections that its seed does not draw here, which a checkpoint does "
+            "not hold. Merge the adapters into their base: megatron-lightning adapters merge."
+        )
+
+
 def write_record(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Describe the adapters of a module in the module's checkpoint, unless already described."""
+    """Describe the adapters of a module in the module's checkpoint, unless already described.
+
+    Raises:
+        CheckpointError: If a checkpoint cannot describe them.
+    """
     if PEFT in checkpoint:
         return
+    check_adapters(module)
     entries = {
         path: {
             **method_entry(applied.method),
@@ -93,6 +112,17 @@ def write_record(module: nn.Module, checkpoint: dict[str, Any]) -> None:
     }
     if entries:
         checkpoint[PEFT] = entries
+
+
+def check_adapters(module: nn.Module) -> None:
+    """Check that checkpoints can describe the adapters of a module.
+
+    Raises:
+        CheckpointError: If not.
+    """
+    for path, applied in applied_to(module).items():
+        name = type(module.get_submodule(path)).__name__
+        check_describable(applied.kind, f"the folder of {name}'s adapters")
 
 
 def read_records(state: Mapping[str, Any], where: str = "the checkpoint") -> list[Record]:

@@ -229,13 +229,13 @@ def _exactly(own: SavedAdapters) -> AdapterMethod:
 @torch.no_grad()
 def _fill(model: nn.Module, own: SavedAdapters, path: str) -> None:
     """Copy values into the adapters of a model."""
-    layers = _parts_of(model)
+    layers, label = _parts_of(model), own.method.label
     lacking = sorted(own.layers.keys() - layers.keys()) + sorted(layers.keys() - own.layers.keys())
     if lacking:
         raise CheckpointError(
             f"{path} and {type(model).__name__} have adapters of other layers: {len(lacking)} "
             f"differ, the first is {lacking[0]}. Load them into a model without adapters, or set "
-            f"target_modules of LoRA to {list(own.targets)[:6]}."
+            f"target_modules of {label} to {list(own.targets)[:6]}."
         )
     for layer, (adapters, parts) in layers.items():
         for name, part in parts.items():
@@ -249,7 +249,7 @@ def _fill(model: nn.Module, own: SavedAdapters, path: str) -> None:
 
 
 def _check_like(part: AdapterPart, theirs: SavedPart | None, what: str, model: str) -> None:
-    """Check that an adapter has the tensors and the scale of a saved one.
+    """Check that an adapter has the tensors, the scale and the frozen values of a saved one.
 
     Raises:
         CheckpointError: If not.
@@ -268,6 +268,12 @@ def _check_like(part: AdapterPart, theirs: SavedPart | None, what: str, model: s
         raise CheckpointError(
             f"{what} multiplied by {theirs.scale:g}, and {model} multiplies by {part.scale:g}. Set "
             "lora_alpha and use_rslora of LoRA as they were."
+        )
+    if not part.kind.is_like(theirs.kind):
+        raise CheckpointError(
+            f"{what} around {theirs.kind.described()}, and {model} has {part.kind.described()}, "
+            "with which the same vectors are another model. Set the method's seed as it was, or "
+            "load them into a model without adapters."
         )
 
 

@@ -19,6 +19,7 @@ from megatron_lightning.assembly.compile import check_blocks
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid.grid import RankGrid
 from megatron_lightning.peft.left_out_weights import check_adapters_only
+from megatron_lightning.peft.record import check_adapters
 from megatron_lightning.pipeline.batch.metrics import check_persistent_states
 from megatron_lightning.pipeline.schedules.advice import advice_on_full_batches
 from megatron_lightning.rules import (
@@ -220,6 +221,7 @@ def check_layers(
         if options.layout.cp > 1:
             check_uncompiled_mixers(module)
     if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        check_adapters(module)
         check_param_groups(module)
         checks.check_trained_layers(module, options.schedule, replicas, sharded=sharded)
 

@@ -70,6 +70,14 @@ class AdapterKind(ABC):
         """Return the kind for a base whose adapted matrices are at most ``largest`` [out, in]."""
         return self
 
+    def is_like(self, other: AdapterKind) -> bool:
+        """Return whether the frozen values that layers share are those of another kind."""
+        return True
+
+    def described(self) -> str:
+        """Return a description of the frozen values that layers share, for messages."""
+        return "none"
+
     @property
     def has_own_values(self) -> bool:
         """Whether it has values that no configuration describes."""

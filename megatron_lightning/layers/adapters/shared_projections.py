@@ -68,8 +68,19 @@ class Projections:
             return Pair(tensor.new_empty(self.rank, columns), tensor.new_empty(rows, self.rank))
         place = tensor.device, tensor.dtype
         if place not in self._placed:
-            self._placed[place] = Pair(*(one.to(*place) for one in self.values or self.drawn()))
+            # Lightning validates in inference mode. Projections made in inference mode could not be
+            # used in training afterwards.
+            with torch.inference_mode(False), torch.no_grad():
+                self._placed[place] = Pair(*(one.to(*place) for one in self.values or self.drawn()))
         return self._placed[place]
+
+    def is_like(self, other: Projections) -> bool:
+        """Return whether the values are equal, without drawing them."""
+        if (self.rank, self.largest, self.key) != (other.rank, other.largest, other.key):
+            return False
+        if self.values is None or other.values is None:
+            return self.values is other.values
+        return all(map(torch.equal, self.values, other.values))
 
     def drawn(self) -> Pair:
         """Draw the projections as ``peft`` does: A, then B, Kaiming-uniform, in fp32 on the CPU."""
@@ -126,6 +137,16 @@ class Vectors(AdapterKind):
         if any(own.largest):
             return self
         return Vectors(Projections(own.rank, largest, own.key))
+
+    def is_like(self, other: AdapterKind) -> bool:
+        """Return whether the projections are equal."""
+        return isinstance(other, Vectors) and self.projections.is_like(other.projections)
+
+    def described(self) -> str:
+        """Return sizes and seed of the projections."""
+        own, (rows, columns) = self.projections, self.projections.largest
+        origin = "a folder's values" if self.has_own_values else f"projection_prng_key={own.key}"
+        return f"projections [{own.rank}, {columns}] and [{rows}, {own.rank}] of {origin}"
 
     @property
     def has_own_values(self) -> bool:
@@ -245,8 +266,9 @@ class VectorAdapter(AdapterPart):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _lend(self, like: Tensor, place: tuple[Any, ...]) -> None:
         pair = self.kind.projections.like(like)
-        self.vera_A.lend(pair.first[:, : self.vera_A.in_features])
-        self.vera_B.lend(pair.second[: self.vera_B.out_features])
+        with torch.inference_mode(False), torch.no_grad():  # a slice in it is an inference tensor
+            self.vera_A.lend(pair.first[:, : self.vera_A.in_features])
+            self.vera_B.lend(pair.second[: self.vera_B.out_features])
         self._lent = place
 
     def initialize(self, name: str, tensor: Tensor, draws: torch.Generator) -> None:

@@ -71,6 +71,12 @@ class VeRA(AdapterMethod):
         super().__post_init__()
         if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
             raise ConfigError(f"r of VeRA is {self.r!r}; must be a positive integer.")
+        key = self.projection_prng_key
+        if isinstance(key, bool) or not isinstance(key, int):
+            raise ConfigError(
+                f"projection_prng_key of VeRA is {key!r}, and every rank draws the projections "
+                "from it. Set an integer, such as 0."
+            )
         if not 0.0 <= self.vera_dropout < 1.0:
             raise ConfigError(
                 f"vera_dropout is {self.vera_dropout}; must be a probability below 1. Set 0 for "

@@ -75,6 +75,10 @@ def test_projections_of_a_folder_count_before_its_seed(theirs: Any, tmp_path: Pa
     assert not torch.allclose(changed, _logits(theirs))
     merged = _logits(merge_adapters(load_adapters(llama(), tmp_path)))
     assert (merged - changed).abs().max() < 2e-6
+    with pytest.raises(CheckpointError, match="projection_prng_key=3, with which the same vectors"):
+        load_adapters(VERA.apply(llama()), tmp_path)
+    with pytest.raises(CheckpointError, match="its seed does not draw here, which a checkpoint"):
+        write_record(load_adapters(llama(), tmp_path), {})
     del tensors["base_model.vera_A"]
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"save_projection=true, and .* no vera_A"):
@@ -100,12 +104,31 @@ def test_layers_share_the_projections() -> None:
     assert _logits(model.to(torch.bfloat16)).dtype == torch.bfloat16
 
 
+def test_adapters_of_another_seed_are_not_loaded(tmp_path: Path) -> None:
+    save_adapters(VERA.apply(llama()), tmp_path / "saved")
+    load_adapters(VERA.apply(llama()), tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"of projection_prng_key=3, and .*key=4"):
+        load_adapters(VeRA(r=12, projection_prng_key=4).apply(llama()), tmp_path / "saved")
+    with pytest.raises(CheckpointError, match="set target_modules of VeRA to"):
+        load_adapters(VeRA(r=12, target_modules=["q_proj"]).apply(llama()), tmp_path / "saved")
+
+
+def test_a_model_trains_after_text_in_inference_mode() -> None:
+    model: Any = VERA.apply(GPTModel(CONFIG))
+    with torch.inference_mode():
+        model(TOKENS)
+    model(TOKENS).sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     config = tiny_config(moe=MoEConfig(num_experts=4))
     with pytest.raises(ConfigError, match="is a layer of experts, for which VeRA has no vectors"):
         VeRA().apply(GPTModel(config))
     with pytest.raises(ConfigError, match="r of VeRA is 0"):
         VeRA(r=0)
+    with pytest.raises(ConfigError, match="projection_prng_key of VeRA is None"):
+        VeRA(projection_prng_key=None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="VeRA is set beside qat"):
         GPTLightningModule(CONFIG, peft=VeRA(), qat="nvfp4")
 
