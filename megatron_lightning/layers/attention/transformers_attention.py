@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.attention.known_functions import attention_functions, is_known
 from megatron_lightning.layers.attention.self_attention import CoreAttention
 from megatron_lightning.layers.attention.sequence_info import Documents, SequenceInfo
 from megatron_lightning.optional import require
@@ -45,8 +46,19 @@ def put_core(module: nn.Module) -> CoreAttention:
     """Put our attention into an attention module of ``transformers``, and return the new module.
 
     All attention modules of the model share a configuration, so every attention module needs ours.
+
+    Raises:
+        ConfigError: If the module's own function may be another one than softmax attention.
     """
     require("transformers", "an attention module of transformers")
+    for setting, function in attention_functions(module.config):
+        if not is_known(function):
+            raise ConfigError(
+                f"{type(module).__name__} has {setting}, which transformers has not written or has "
+                "no mask function for, and a row ContextAttention() puts softmax attention over "
+                "all ranks in its place. Set attn_implementation to sdpa, write GatheredTokens() "
+                "in the row, or set context_parallel_size to 1."
+            )
     dropout: Any = getattr(module, "attention_dropout", 0.0)
     core = CoreAttention(float(getattr(dropout, "p", dropout)))
     module.add_module(_CORE, core)

@@ -1,7 +1,7 @@
 """Code in a model of ``transformers`` that neither it nor a known library has written.
 
 What is known of a family is known of its code. A subclass with a forward of its own, a method set
-on an instance, or a replaced layer may compute anything.
+on an instance, a hook, an attention function or a replaced layer may compute anything.
 """
 
 from __future__ import annotations
@@ -13,45 +13,43 @@ from typing import Any
 
 from torch import nn
 
-_KNOWN = (
-    "torch.", "transformers.", "megatron_lightning.", "peft.", "liger_kernel.", "bitsandbytes.",
-    "torchao.", "accelerate.", "flash_attn.", "causal_conv1d.", "mamba_ssm.", "fla.", "kernels.",
-)  # fmt: skip
-"""Beginnings of the names of files whose layers mix no tokens beside those of their family."""
-_HARMLESS = frozenset({"__init__", "_init_weights", "init_weights", "sharding_plan"})
+from megatron_lightning.layers.attention.known_functions import (
+    attention_functions,
+    is_known,
+    is_known_file,
+)
+
+_HARMLESS = frozenset({
+    "__init__", "_init_weights", "init_weights", "sharding_plan", "_loss_function",
+})  # fmt: skip
+"""Methods and attributes that no forward of hidden states calls."""
 
 
 def foreign_code(model: nn.Module) -> str | None:
     """Return the path of the first module with code of unknown files, and the code's name."""
     for path, module in model.named_modules():
         for name, function in _functions(module):
-            if not f"{_file_of(function)}.".startswith(_KNOWN):
+            if not is_known(function):
                 return f"{path}.{name}" if path else name
     return None
 
 
-def _file_of(function: Any) -> str:
-    """Return the name of the file with a function's code, whatever the function is called."""
-    while isinstance(function, partial):
-        function = function.func
-    function = getattr(function, "__func__", function)
-    names = getattr(function, "__globals__", {})  # a wrapper copies __module__ of what it wraps
-    return str(names.get("__name__") or getattr(function, "__module__", ""))
-
-
 def _functions(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield name and function of a module's forward, of functions set on the module, and of what
-    overrides a method of ``transformers``.
+    """Yield name and function of a module's forward, of its hooks and attention functions, of
+    functions set on the module, and of what overrides a method of ``transformers``.
     """
     for name, value in vars(module).items():
-        if isinstance(value, FunctionType | MethodType | partial):
+        if name not in _HARMLESS and isinstance(value, FunctionType | MethodType | partial):
             yield name, value
     yield "forward", type(module).forward
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        yield f"hook {getattr(hook, '__name__', type(hook).__name__)}", hook
+    yield from attention_functions(getattr(module, "config", None))
     bases = type(module).__mro__
     known = [base for base in bases if base.__module__.startswith("transformers.")]
     theirs = {name for base in known for name in vars(base)}
     for base in bases:
-        if not f"{base.__module__}.".startswith(_KNOWN):
+        if not is_known_file(base.__module__):
             for name, value in vars(base).items():
                 if name in theirs and name not in _HARMLESS and isinstance(value, FunctionType):
                     yield name, value

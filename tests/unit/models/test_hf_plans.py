@@ -16,6 +16,7 @@ import transformers
 
 from megatron_lightning.assembly.plans import find_plans, resolve_plans
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.attention.transformers_attention import put_core
 from megatron_lightning.layers.styles import (
     ColumnParallel,
     GatherSequence,
@@ -141,10 +142,17 @@ def _with_own_layer() -> Any:
     return model
 
 
+def _with_own_loss() -> Any:
+    model = _llama()
+    model.loss_function = lambda logits, **_: logits.sum()
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "code"),
     [
         (_llama, None),
+        (_with_own_loss, None),
         (lambda: _Changed(_llama().config), None),
         (lambda: _Rolls(_llama().config), "forward"),
         (_with_own_forward, "model.norm.forward"),
@@ -152,7 +160,7 @@ def _with_own_layer() -> Any:
         (_with_own_method, "model.rotary_emb.positions"),
         (_with_own_layer, "model.norm.forward"),
     ],
-    ids=["family", "renamed", "subclass", "forward", "wrapped", "method", "layer"],
+    ids=["family", "loss", "renamed", "subclass", "forward", "wrapped", "method", "layer"],
 )
 def test_a_family_is_known_by_its_own_code(make: Any, code: str | None) -> None:
     """Context-parallel ranks and packed rows believe a family's name for its own code alone."""
@@ -168,6 +176,34 @@ def test_a_family_is_known_by_its_own_code(make: Any, code: str | None) -> None:
     assert finds_mixers(model) is (code is not None)
     shards = transformers_plan(model, 2, 2).shards_sequence
     assert shards is (code is None and type(model) is transformers.LlamaForCausalLM)
+
+
+def _attends(module: Any, query: Any, *_: Any, **__: Any) -> Any:
+    return query.flip(2), None
+
+
+@pytest.mark.parametrize("function", [_attends, None], ids=["function", "without masks"])
+def test_an_attention_function_is_code(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name without a mask function lets the documents of a row see each other."""
+    functions = transformers.AttentionInterface._global_mapping
+    monkeypatch.setitem(functions, "own", function or functions["sdpa"])
+    if function:
+        masks = transformers.AttentionMaskInterface._global_mapping
+        monkeypatch.setitem(masks, "own", masks["sdpa"])
+    model = _llama(use_cache=False)
+    model.set_attn_implementation("own")
+    assert foreign_code(model) == "attn_implementation='own'" and finds_mixers(model)
+    with pytest.raises(ConfigError, match=r"not of transformers \(attn_implementation='own'\)"):
+        separating_positions(model, torch.tensor([[0, 0, 1]]), None)
+    with pytest.raises(ConfigError, match="LlamaAttention has attn_implementation='own'"):
+        put_core(model.model.layers[0].self_attn)
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
+def test_a_hook_is_code(kind: str) -> None:
+    model = _llama()
+    getattr(model.model.layers[1].mlp, f"register_{kind}")(lambda *args: args[-1])
+    assert foreign_code(model) == "model.layers.1.mlp.hook <lambda>" and finds_mixers(model)
 
 
 def test_other_models_with_images_are_refused_on_ranks_that_share_rows() -> None:
