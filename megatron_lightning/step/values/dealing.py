@@ -31,8 +31,8 @@ class Dealing:
     """Whether positions that do not go on by 1 begin documents."""
 
     @classmethod
-    def of(cls, scope: RunContext, plans: Mapping[str, ShardingPlan]) -> Dealing:
-        """Return the dealing of a run, whose models have ``plans`` (path -> plan). A collective.
+    def of(cls, scope: RunContext) -> Dealing:
+        """Return the dealing of a run. A collective.
 
         Raises:
             ConfigError: If the user asks for more than two chunks, and a model takes two.
@@ -43,6 +43,8 @@ class Dealing:
         two = cls(num_ranks, 2)
         if asked == 2 or "a2a+p2p" in options.cp_comm_types:
             return two
+        # A module without positions may take rows apart and join them, too.
+        plans = {p: plan for p, plan in scope.part.plans.applied.items() if _places_tokens(plan)}
         reasons = (_why_two(scope.module.get_submodule(path), plan) for path, plan in plans.items())
         # A pipeline stage has some of the modules, and all stages deal alike.
         of_stages = context.pp.all_gather_object(next(filter(None, reasons), None))
@@ -85,6 +87,12 @@ class Dealing:
         if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != length:
             return None
         return Documents.of_positions(rows) if self.by_positions else Documents.of_ids(rows)
+
+
+def _places_tokens(plan: ShardingPlan) -> bool:
+    """Return whether what a plan describes depends on which tokens a rank holds."""
+    shares = any(getattr(row, "shares_sequences", False) for row in plan.modules.values())
+    return shares or plan.positions is not None
 
 
 def _why_two(model: nn.Module, plan: ShardingPlan) -> str | None:

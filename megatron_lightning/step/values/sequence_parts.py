@@ -56,7 +56,7 @@ class SequenceParts(StepParticipant):
         self._attention = bound_attention(scope.module)
         self._shared = shared_models(scope.module)
         self._warned: set[str] = set()
-        self._dealing = Dealing.of(scope, {path: plan for path, (plan, _) in self._calls.items()})
+        self._dealing = Dealing.of(scope)
         self._deals: list[Deal | None] = []
         self._deal: Deal | None = None
         self._open(is_open=False)
