@@ -7,17 +7,23 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from megatron_lightning.config import ContextOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.attention.sequence_info import Documents, SequenceInfo
 from megatron_lightning.layers.context.blocks import Block, blocks, visible_blocks
+from megatron_lightning.layers.styles import ContextAttention, GatheredTokens, RowParallel
+from megatron_lightning.parallel import ShardingPlan
 from megatron_lightning.parallel.deal import Deal, chunk_work, fitting_chunks
 from megatron_lightning.parallel.sequence import SequencePart, join
 from megatron_lightning.rules import check_sequence_length
+from megatron_lightning.step.values.dealing import Dealing
 
 ORACLE = json.loads((Path(__file__).parents[2] / "oracles" / "rope_cp.json").read_text())
 
@@ -201,3 +207,35 @@ def test_short_chunks_are_not_made() -> None:
         2,
         8,
     ]
+
+
+class _Joins(nn.Module):
+    """Takes full rows, as GatheredTokens gives them."""
+
+
+def _scope(**plans: ShardingPlan) -> Any:
+    """Return what a dealing reads of a run on two ranks that share sequences."""
+    module = nn.ModuleDict({name: _Joins() for name in plans})
+    context = SimpleNamespace(
+        context_options=ContextOptions(),
+        cp=SimpleNamespace(size=2, rank=0),
+        pp=SimpleNamespace(all_gather_object=lambda value: [value]),
+    )
+    return SimpleNamespace(
+        context=context,
+        module=module,
+        options=SimpleNamespace(compile=None),
+        part=SimpleNamespace(plans=SimpleNamespace(applied=plans)),
+    )
+
+
+def test_a_module_that_joins_rows_keeps_zigzag_for_all() -> None:
+    """Also one that is given no positions, beside a model that takes deals."""
+    model = ShardingPlan(
+        modules={"": ContextAttention()}, positions="position_ids", takes_deals=True
+    )
+    assert Dealing.of(_scope(model=model)).chunks is None
+    joins = ShardingPlan(modules={"": GatheredTokens()})
+    assert Dealing.of(_scope(model=model, joins=joins)).chunks == 2
+    other = ShardingPlan(modules={"": RowParallel()})
+    assert Dealing.of(_scope(model=model, other=other)).chunks is None
