@@ -283,6 +283,22 @@ def check_levels(options: ContextOptions, num_ranks: int) -> None:
     )
 
 
+def check_chunks(options: ContextOptions, num_ranks: int, *, compiles: bool) -> None:
+    """Check that blocks that deal packed rows to ``num_ranks`` context-parallel ranks are not
+    compiled.
+
+    Raises:
+        ConfigError: If they are.
+    """
+    chunks = options.chunks_per_rank
+    if compiles and num_ranks > 1 and chunks not in ("auto", 2):
+        raise ConfigError(
+            f"chunks_per_rank is {chunks}, and compile is set: blocks would be compiled anew for "
+            'the chunks of each micro-batch of packed rows. Set chunks_per_rank to "auto" or 2, or '
+            "leave compile out."
+        )
+
+
 def check_cp_comm_heads(
     config: TransformerConfig, layout: ParallelLayout, options: ContextOptions
 ) -> None:

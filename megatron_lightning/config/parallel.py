@@ -109,13 +109,13 @@ class ContextOptions:
     def _check_chunks(self) -> None:
         """Check the number of chunks."""
         chunks = self.chunks_per_rank
-        if chunks in {"auto", 2}:
+        if chunks == "auto":
             return
         if not is_count(chunks) or chunks == 1:
             raise ConfigError(
                 f'chunks_per_rank is {chunks!r}. Set it to "auto", or to an integer from 2 on.'
             )
-        if "a2a+p2p" in self.cp_comm_types:
+        if chunks > 2 and "a2a+p2p" in self.cp_comm_types:
             raise ConfigError(
                 f'chunks_per_rank={chunks} deals chunks by work, and cp_comm_type "a2a+p2p" needs '
                 "adjacent chunks on neighbors. Set chunks_per_rank to 2, or another cp_comm_type."

@@ -57,10 +57,8 @@ _LEAST_TOKENS = 64
 
 def fitting_chunks(length: int, num_ranks: int) -> int:
     """Return the chunks of a packed row of ``length`` tokens that each rank holds: up to 8."""
-    most = _MOST_CHUNKS
-    while most > 2 and (length % (most * num_ranks) or length < _LEAST_TOKENS * most * num_ranks):
-        most //= 2
-    return most
+    room = min(_MOST_CHUNKS, length // (_LEAST_TOKENS * num_ranks))
+    return next((n for n in range(room, 2, -1) if length % (n * num_ranks) == 0), 2)
 
 
 def chunk_work(rows: Sequence[Sequence[int]], num_chunks: int) -> list[int]:

@@ -36,6 +36,8 @@ def check_sizes(recipe: Recipe, errors: Errors) -> RankGrid | None:
         precision=recipe.precision,
     )
     errors.attempt(rules.check_levels, recipe.context, recipe.layout.cp)
+    compiles = recipe.compile is not None
+    errors.attempt(rules.check_chunks, recipe.context, recipe.layout.cp, compiles=compiles)
     if recipe.layout.cp > 1:
         errors.attempt(rules.check_cp_comm_heads, recipe.model, recipe.layout, recipe.context)
     if grid is not None:

@@ -22,7 +22,7 @@ from megatron_lightning.config import (
 )
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import ScheduleChoice, resolve
-from megatron_lightning.rules import check_levels
+from megatron_lightning.rules import check_chunks, check_levels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,7 @@ class StrategyOptions:
         sequence = settings.context_options or ContextOptions()
         check_plan_choice(settings.sharding_plan)
         check_levels(sequence, layout.cp)
+        check_chunks(sequence, layout.cp, compiles=settings.compile is not None)
         return cls(
             layout=layout,
             schedule=resolve(

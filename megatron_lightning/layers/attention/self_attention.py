@@ -222,7 +222,8 @@ class CoreAttention(SequenceMixer):
         if self.cp_comm is not None and (sequence is None or sequence.position_ids is None):
             raise ConfigError(
                 "each rank holds a part of every sequence, and the model was not given its "
-                "positions. Pass position_ids, such as SequencePart(rank, num_ranks).positions(s)."
+                "positions. Call the model of the sharding plan, whose calls in a step are given "
+                "them, or pass position_ids that the batch has and sequence_dims declare."
             )
 
     def kernel_form(self, sequence: SequenceInfo | None = None) -> KernelForm:

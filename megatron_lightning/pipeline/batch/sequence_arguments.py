@@ -49,7 +49,11 @@ class SequenceArguments:
 
         Args:
             given: Arguments of the call, by name.
+
+        Raises:
+            ConfigError: If positions of the call are those of other tokens.
         """
+        self._check_zigzag(given)
         keyword, plan = self._plan.positions, self._plan
         documents = self._documents(given)
         if documents is None and self._part.deal is not None:  # attention must know the chunks
@@ -66,6 +70,27 @@ class SequenceArguments:
         if plan.lengths and given.get(plan.lengths) is None:
             replaced[plan.lengths] = self._lengths(given, documents)
         return replaced
+
+    def _check_zigzag(self, given: Mapping[str, Any]) -> None:
+        """Check that a step computes no zigzag positions for tokens that are dealt by work.
+
+        Raises:
+            ConfigError: If it does.
+        """
+        positions = given.get(self._plan.positions or "")
+        if self._part.deal is None or not isinstance(positions, Tensor):
+            return
+        zigzag = SequencePart(self._group.rank, self._group.size).positions(self._length)
+        own = self._part.positions(self._length)
+        if positions.shape[-1:] != own.shape or torch.equal(zigzag, own):
+            return
+        if bool((positions == zigzag.to(positions.device)).all()):
+            raise ConfigError(
+                f"{self._plan.positions} of the model's call are those of a rank's two chunks of a "
+                "row, and the chunks of packed rows are dealt by work, so that the rank holds "
+                "other tokens. Leave the argument out, declare positions of the batch in "
+                "sequence_dims, or set ContextOptions(chunks_per_rank=2)."
+            )
 
     def _lengths(self, given: Mapping[str, Any], documents: Documents | None) -> Tensor:
         """Return the lengths of the documents [b or 1, s or 1] of this rank's tokens."""

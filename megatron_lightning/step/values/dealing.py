@@ -29,6 +29,8 @@ class Dealing:
     """Chunks of a packed row on each rank. None: up to 8, as the length has room."""
     by_positions: bool = False
     """Whether positions that do not go on by 1 begin documents."""
+    why_two: str | None = None
+    """Why rows keep two chunks, unless the user asks for two."""
 
     @classmethod
     def of(cls, scope: RunContext) -> Dealing:
@@ -40,26 +42,41 @@ class Dealing:
         context = scope.context
         options, num_ranks = context.context_options, context.cp.size
         asked = options.chunks_per_rank
-        two = cls(num_ranks, 2)
-        if asked == 2 or "a2a+p2p" in options.cp_comm_types:
-            return two
+        if asked == 2:
+            return cls(num_ranks, 2)
+        if "a2a+p2p" in options.cp_comm_types:
+            return cls(num_ranks, 2, why_two='cp_comm_type "a2a+p2p" needs adjacent chunks')
+        if scope.options.compile is not None:
+            return cls(num_ranks, 2, why_two="compiled blocks would be compiled anew for others")
         # A module without positions may take rows apart and join them, too.
         plans = {p: plan for p, plan in scope.part.plans.applied.items() if _places_tokens(plan)}
         reasons = (_why_two(scope.module.get_submodule(path), plan) for path, plan in plans.items())
         # A pipeline stage has some of the modules, and all stages deal alike.
         of_stages = context.pp.all_gather_object(next(filter(None, reasons), None))
         why = next(filter(None, of_stages), None)
-        if scope.options.compile is not None:
-            why = "compiled blocks would be compiled anew for each micro-batch"
         if why is None:
             by_positions = any(plan.packed_positions for plan in plans.values())
             return cls(num_ranks, None if asked == "auto" else asked, by_positions)
         if asked == "auto":
-            return two
+            return cls(num_ranks, 2, why_two=why)
         raise ConfigError(
             f"chunks_per_rank is {asked}, and packed rows cannot be dealt in more than two chunks "
             f'a rank: {why}. Set chunks_per_rank to "auto" or 2.'
         )
+
+    def described(self, batch: Any, length: int) -> str | None:
+        """Return how packed rows of ``length`` tokens are divided. None: the batch has none, or the
+        user has asked for two chunks.
+        """
+        is_packed = isinstance(batch, Mapping) and (_IDS in batch or _POSITIONS in batch)
+        if not is_packed or (self.chunks == 2 and self.why_two is None):
+            return None
+        chunks = self.chunks or fitting_chunks(length, self.num_ranks)
+        begin = f"each rank holds {chunks} chunks of a packed row of {length} tokens"
+        if chunks > 2:
+            return f"{begin}, dealt by the work of attention"
+        why = self.why_two or f"{length} tokens do not divide into more, of 64 tokens at least"
+        return f"{begin}, not dealt by the work of attention: {why}"
 
     def of_rows(self, microbatch: Any, length: int) -> Deal | None:
         """Return the deal of a micro-batch of full rows of ``length`` tokens. None: zigzag, for

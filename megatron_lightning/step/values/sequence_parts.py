@@ -57,6 +57,7 @@ class SequenceParts(StepParticipant):
         self._shared = shared_models(scope.module)
         self._warned: set[str] = set()
         self._dealing = Dealing.of(scope)
+        self._says_deals = False
         self._deals: list[Deal | None] = []
         self._deal: Deal | None = None
         self._open(is_open=False)
@@ -87,6 +88,10 @@ class SequenceParts(StepParticipant):
         self.find_mixers()
         # Outputs of other steps are joined, after the run.
         deals = self.deals and torch.is_grad_enabled()
+        if deals and not self._says_deals:
+            self._says_deals = True
+            if how := self._dealing.described(batch, length):
+                rank_zero_info(f"MegatronStrategy: {how}.")
         self._deals = [self._dealing.of_rows(m, length) if deals else None for m in microbatches]
         with ExitStack() as during:
             for path, (plan, call) in self._calls.items():

@@ -22,8 +22,10 @@ from megatron_lightning.layers.styles import ContextAttention, GatheredTokens, R
 from megatron_lightning.parallel import ShardingPlan
 from megatron_lightning.parallel.deal import Deal, chunk_work, fitting_chunks
 from megatron_lightning.parallel.sequence import SequencePart, join
+from megatron_lightning.pipeline.batch.sequence_arguments import SequenceArguments
 from megatron_lightning.rules import check_sequence_length
 from megatron_lightning.step.values.dealing import Dealing
+from megatron_lightning.strategies import MegatronStrategy
 
 ORACLE = json.loads((Path(__file__).parents[2] / "oracles" / "rope_cp.json").read_text())
 
@@ -200,13 +202,30 @@ def test_dealt_ranks_compute_as_many_pairs(num_ranks: int) -> None:
 
 
 def test_short_chunks_are_not_made() -> None:
-    assert [fitting_chunks(length, 4) for length in (256, 1024, 2048, 2056, 4096)] == [
-        2,
-        4,
-        8,
-        2,
-        8,
-    ]
+    chunks = {256: 2, 1024: 4, 2048: 8, 2056: 2, 4096: 8, 6000: 6, 10000: 5}
+    assert {length: fitting_chunks(length, 4) for length in chunks} == chunks
+
+
+@pytest.mark.parametrize(
+    ("length", "chunks", "most"),
+    [
+        (4096, 8, 1.04), (16384, 8, 1.04), (32768, 8, 1.05), (65536, 8, 1.13), (131072, 8, 1.28),
+        (65536, 16, 1.02), (131072, 16, 1.02),
+    ],
+)  # fmt: skip
+def test_the_balance_of_long_rows_is_as_the_page_says(
+    length: int, chunks: int, most: float
+) -> None:
+    """A chunk of a long row holds several documents, by whose number the work of ranks differs."""
+    ratios = []
+    for row in _packed_rows(40, length, seed=1):
+        work = chunk_work([row], 8 * chunks)
+        owners = Deal.by_work(work, 8).owners
+        ranks = [
+            sum(w for w, owner in zip(work, owners, strict=True) if owner == r) for r in range(8)
+        ]
+        ratios.append(max(ranks) * 8 / sum(ranks))
+    assert max(ratios) <= most
 
 
 class _Joins(nn.Module):
@@ -239,3 +258,41 @@ def test_a_module_that_joins_rows_keeps_zigzag_for_all() -> None:
     assert Dealing.of(_scope(model=model, joins=joins)).chunks == 2
     other = ShardingPlan(modules={"": RowParallel()})
     assert Dealing.of(_scope(model=model, other=other)).chunks is None
+
+
+def test_a_line_says_how_packed_rows_are_divided() -> None:
+    batch = {"document_ids": torch.zeros(1, 6000)}
+    assert "8 chunks of a packed row of 8192 tokens, dealt" in (
+        Dealing(8, None).described(batch, 8192) or ""
+    )
+    two = Dealing(8, None).described(batch, 8168) or ""
+    assert "2 chunks of a packed row of 8168 tokens, not dealt" in two
+    assert "not dealt by the work of attention: a norm" in (
+        Dealing(8, 2, why_two="a norm").described(batch, 8192) or ""
+    )
+    assert Dealing(8, 2).described(batch, 8192) is None
+    assert Dealing(8, None).described({"tokens": 0}, 8192) is None
+
+
+def test_computed_positions_of_dealt_rows_are_refused() -> None:
+    plan = ShardingPlan(modules={}, positions="position_ids", documents="documents")
+    group: Any = SimpleNamespace(rank=1, size=2)
+    deal = Deal((1, 0, 0, 1, 1, 0))
+    arguments = SequenceArguments(group, plan, 12, torch.device("cpu"), deal)
+    own = SequencePart(1, 2, deal).positions(12)[None]
+    assert arguments({"position_ids": own}).keys() == {"documents"}
+    with pytest.raises(ConfigError, match=r"those of a rank.s two chunks .*\(chunks_per_rank=2\)"):
+        arguments({"position_ids": SequencePart(1, 2).positions(12)[None]})
+
+
+@pytest.mark.parametrize("chunks", [[4], True, 2.0, 1, 0, "8"])
+def test_numbers_of_chunks_are_integers(chunks: Any) -> None:
+    with pytest.raises(ConfigError, match="an integer from 2 on"):
+        ContextOptions(chunks_per_rank=chunks)
+
+
+def test_compiled_blocks_take_two_chunks() -> None:
+    options = ContextOptions(chunks_per_rank=4)
+    with pytest.raises(ConfigError, match=r"chunks_per_rank is 4, and compile is set"):
+        MegatronStrategy(context_parallel_size=2, context_options=options, compile="block")
+    MegatronStrategy(context_options=options, compile="block")
