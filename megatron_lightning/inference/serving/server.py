@@ -120,17 +120,24 @@ class Server:
             return _answer_of(ApiError(403, message))
         # The path that is routed. The path of request.url would be parsed together with the header
         # Host, which a client chooses.
-        if settings.api_key is not None and request.scope["path"] not in (*_PUBLIC, "/health"):
-            given_key = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given_key.encode(), settings.api_key.encode()):
-                return _answer_of(ApiError(401, "the API key is missing or wrong."))
+        if request.scope["path"] not in (*_PUBLIC, "/health") and not self._has_key(request):
+            return _answer_of(ApiError(401, "the API key is missing or wrong."))
         response = await answer(request)
         response.headers["X-Content-Type-Options"] = "nosniff"
         return response
 
-    async def _health(self) -> Response:
+    def _has_key(self, request: Request) -> bool:
+        """Return whether a request has the key, if there is one."""
+        key = self._settings.api_key
+        given_key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        return key is None or hmac.compare_digest(given_key.encode(), key.encode())
+
+    async def _health(self, request: Request) -> Response:
         if self._stepping.failure is not None:
             return _answer_of(ApiError(503, "the engine has failed."))
+        if not self._has_key(request):
+            # Counts of reused tokens tell which prompts the server has seen.
+            return JSONResponse({"status": "ok"})
         engine = self._stepping.engine
         drafts, prefixes = engine.draft_counts, engine.prefix_counts
         counts = {"drafts": asdict(drafts)} if drafts.proposed else {}

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi")
 
+from megatron_lightning.inference.engine.keys.prefix_cache import PrefixCounts
+from megatron_lightning.inference.engine.request_batch import DraftCounts
 from megatron_lightning.inference.serving.server import Server, ServerSettings
 
 
@@ -84,6 +87,20 @@ def test_the_routed_path_decides_not_that_of_the_url(monkeypatch: pytest.MonkeyP
     idle: Any = _Idle()
     app = Server(idle, idle, ServerSettings(name="m", longest=64, api_key="secret")).app()
     assert _request(app, "/v1/models", {"Host": "a"})[0] == 401
+
+
+@pytest.mark.parametrize("key", ["secret", None])
+def test_health_tells_counts_with_the_key_alone(key: str | None) -> None:
+    idle: Any = _Idle()
+    idle.engine = SimpleNamespace(
+        draft_counts=DraftCounts(), prefix_counts=PrefixCounts(tokens=300, reused=200)
+    )
+    app = Server(idle, idle, ServerSettings(name="m", longest=64, api_key=key)).app()
+    counts = {"status": "ok", "prompts": {"tokens": 300, "reused": 200}}
+    for given in ({}, {"Authorization": "Bearer secreT"}):
+        expected = counts if key is None else {"status": "ok"}
+        assert _request(app, "/health", given) == (200, expected)
+    assert _request(app, "/health", {"Authorization": "Bearer secret"}) == (200, counts)
 
 
 def test_the_page_is_of_files_without_inline_code() -> None:
