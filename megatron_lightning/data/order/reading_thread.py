@@ -38,9 +38,8 @@ class ReadingThreadLoader(DataLoader[Any]):
 
 def _read_ahead(batches: Iterator[Any]) -> Iterator[Any]:
     batch = next(batches, _END)
-    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    device = torch.cuda.current_device() if is_used else None
-    pool = ThreadPoolExecutor(1, "reading", initializer=_use_device, initargs=(device,))
+    device = device_of_thread()
+    pool = ThreadPoolExecutor(1, "reading", initializer=use_device, initargs=(device,))
     try:
         reads = deque(pool.submit(next, batches, _END) for _ in range(_AHEAD))
         while batch is not _END:
@@ -53,7 +52,13 @@ def _read_ahead(batches: Iterator[Any]) -> Iterator[Any]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _use_device(device: int | None) -> None:
-    """Choose the device of pinned memory: a new thread begins with device 0."""
+def device_of_thread() -> int | None:
+    """Return the number of the GPU that this thread uses. None: the process uses none yet."""
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.current_device() if is_used else None
+
+
+def use_device(device: int | None) -> None:
+    """Choose the GPU of this thread, also for pinned memory: a new thread begins with GPU 0."""
     if device is not None:
         torch.cuda.set_device(device)

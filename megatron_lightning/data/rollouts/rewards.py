@@ -58,6 +58,7 @@ class Rewards:
                 )
             self.functions[name] = _imported(one)
         self._timeout_s = timeout_s
+        self._loading = threading.Lock()  # generations ahead score in threads of their own
         self._locks = {
             name: threading.Lock()
             for name, one in self.functions.items()
@@ -72,9 +73,10 @@ class Rewards:
         self, answers: Sequence[Answer]
     ) -> tuple[list[dict[str, float | None]], Counter[str]]:
         """Return the rewards of every answer by name, and how often and why some are missing."""
-        for name in self._locks:
-            function: Any = self.functions[name]
-            function.load()
+        with self._loading:
+            for name in self._locks:
+                function: Any = self.functions[name]
+                function.load()
         found: list[Any] = []
 
         def body() -> None:

@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,6 +161,41 @@ def test_a_fit_keeps_nothing_of_the_one_before(tmp_path: Path) -> None:
     assert [run(twice), run(once), run(twice)] == [(2, 3), (1, 3), (2, 3)]
     firsts = [_files(tmp_path, version)[0].rows[0].prompt_ids for version in range(4)]
     assert firsts == [[1, 3], [2, 3], [1, 3], [2, 3]]
+
+
+class _ReadOnce:
+    """A reward that reads a model, as reward models do."""
+
+    is_serial = True
+
+    def __init__(self) -> None:
+        self.num_reads = 0
+
+    def load(self) -> None:
+        count = self.num_reads
+        if not count:
+            time.sleep(0.02)
+            self.num_reads = count + 1
+
+    def __call__(self, *answer: Any) -> float:
+        return float(self.num_reads)
+
+
+def test_generations_at_once_read_a_reward_model_once() -> None:
+    reward = _ReadOnce()
+    rewards, at_once = Rewards({"one": reward}, 5.0), []
+    load = reward.load
+
+    def counted() -> None:
+        at_once.append(1)
+        load()
+        assert len(at_once) == 1
+        at_once.pop()
+
+    reward.load = counted  # type: ignore[method-assign]
+    with ThreadPoolExecutor(4) as pool:
+        scores = list(pool.map(lambda _: rewards.score([([1], [2], {})]), range(4)))
+    assert [found for [found], _ in scores] == [{"one": 1.0}] * 4
 
 
 def _sum(prompt: Any, answer: list[int], row: Any) -> float:

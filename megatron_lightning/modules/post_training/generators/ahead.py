@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
+from megatron_lightning.data.order.reading_thread import device_of_thread, use_device
 from megatron_lightning.data.rollouts.generation import Generation
 from megatron_lightning.data.rollouts.prompts import Prompt
 from megatron_lightning.inference.serving.new_weights import Version
@@ -52,8 +53,17 @@ class Ahead:
         self._team = team
         self._work = work
         self._published = PublishedWeights(
-            fit.trainer.strategy, fit.model, str(options.weights_folder), fit.run
+            fit.trainer.strategy,
+            fit.model,
+            str(options.weights_folder),
+            fit.run,
+            # A generator may still read those that the oldest generation under way begins with.
+            kept=2 + options.max_staleness,
         )
+        if team.is_first:  # cached properties have no lock, and generations read them in threads
+            _ = fit.data.prompts, fit.data.rewards
+            if options.environment is not None:
+                _ = fit.data.environment
         self._rows = ReplicaRows(fit, Alone())
         self._generators = Generators(
             [Generator(url, key) for url in options.generators or ()], options.generator_timeout_s
@@ -155,10 +165,13 @@ class Ahead:
 
 
 def _in_thread(call: Callable[[], Found]) -> Future[Found]:
+    """Call a function in a thread, with this thread's device."""
     future: Future[Found] = Future()
+    device = device_of_thread()
 
     def body() -> None:
         try:
+            use_device(device)
             future.set_result(call())
         except BaseException as error:
             future.set_exception(error)

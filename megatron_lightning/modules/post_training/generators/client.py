@@ -46,6 +46,17 @@ class Generator:
                 f"generators has {url!r}, which is no address. Set it to those of your servers, "
                 "such as http://127.0.0.1:8000."
             )
+        if parts.path.rstrip("/").endswith("/v1"):
+            raise ConfigError(
+                f"generators has {url!r}, and the fit asks for /v1/rollouts below it. Leave /v1 "
+                "out of the address."
+            )
+        try:
+            self._port = parts.port
+        except ValueError as error:
+            raise ConfigError(
+                f"generators has {url!r}: {error}. Set a port from 1 to 65535, or none."
+            ) from error
         self.url = url
         """Address, for messages."""
         self._parts = parts
@@ -58,7 +69,8 @@ class Generator:
             AwayError: If it does not answer.
             ConfigError: If it refuses them.
         """
-        self._post("/v1/weights", {"run": version.run, "step": version.step}, limit_s)
+        body = {"run": version.run, "step": version.step}
+        self._post("/v1/weights", body, limit_s, "step")
 
     def continue_each(self, body: Mapping[str, Any], limit_s: float) -> list[dict[str, Any]]:
         """Return continuations of prompts. See ``serving.rollouts``.
@@ -68,18 +80,25 @@ class Generator:
             StaleError: If it has older weights.
             ConfigError: If it refuses the prompts.
         """
-        texts: list[dict[str, Any]] = self._post("/v1/rollouts", body, limit_s)["texts"]
+        texts: list[dict[str, Any]] = self._post("/v1/rollouts", body, limit_s, "texts")
         return texts
 
-    def _post(self, path: str, body: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    def _post(self, path: str, body: Mapping[str, Any], limit_s: float, name: str) -> Any:
+        """Return the entry ``name`` of the answer."""
         try:
             status, content = self._answer(path, json.dumps(body).encode(), limit_s)
-            answer: dict[str, Any] = json.loads(content) if content else {}
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise AwayError(f"{self.url}: {type(error).__name__} {error}") from error
+        answer, shown = _object(content), content.decode(errors="replace")[:200]
         if status == http.client.OK:
-            return answer
-        message = answer.get("error", {}).get("message", content.decode(errors="replace")[:200])
+            if name not in answer:
+                raise ConfigError(
+                    f"{self.url} answers {path} by {shown!r}, without {name}. Set generators to "
+                    "addresses of megatron-lightning serve --accept-weights FOLDER."
+                )
+            return answer[name]
+        reason = answer.get("error")
+        message = reason.get("message", shown) if isinstance(reason, Mapping) else shown
         if status == STALE:
             raise StaleError(message)
         if status in _BUSY or status >= http.client.INTERNAL_SERVER_ERROR:
@@ -92,7 +111,7 @@ class Generator:
             if self._parts.scheme == "https"
             else http.client.HTTPConnection
         )
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=_CONNECT_S)
+        connection = kind(self._parts.hostname or "", self._port, timeout=_CONNECT_S)
         try:
             connection.connect()
             if connection.sock is not None:
@@ -108,6 +127,15 @@ class Generator:
             return response.status, response.read()
         finally:
             connection.close()
+
+
+def _object(content: bytes) -> Mapping[str, Any]:
+    """Return the JSON object of an answer, or an empty one: proxies answer by pages."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return {}
+    return found if isinstance(found, Mapping) else {}
 
 
 def _hint(status: int) -> str:

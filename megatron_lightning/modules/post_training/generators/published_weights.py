@@ -16,9 +16,6 @@ from megatron_lightning.peft import folder
 from megatron_lightning.peft.methods.applied import applied_to
 from megatron_lightning.peft.saved import Base, SavedAdapters
 
-_KEPT = 2
-"""Folders left in a fit: a generator may still read the one before."""
-
 
 class PublishedWeights:
     """Writes the current weights of a model, of adapters alone if it has some.
@@ -28,13 +25,17 @@ class PublishedWeights:
         model: The trained model, or this rank's part.
         target: Folder for the folders.
         run: Name of the fit.
+        kept: Folders left in a fit: generators may still read those before the newest.
     """
 
-    def __init__(self, strategy: Any, model: nn.Module, target: str, run: str) -> None:
+    def __init__(
+        self, strategy: Any, model: nn.Module, target: str, run: str, *, kept: int = 2
+    ) -> None:
         self._strategy = strategy
         self._model = model
         self._target = Path(target)
         self._run = run
+        self._kept = kept
         self._written: list[Version] = []
         self._stream: Any = None
 
@@ -80,5 +81,5 @@ class PublishedWeights:
 
     def remove(self, *, all_of_them: bool = False) -> None:
         """Remove folders that no generator reads any more. Called by the first rank alone."""
-        while len(self._written) > (0 if all_of_them else _KEPT):
+        while len(self._written) > (0 if all_of_them else self._kept):
             shutil.rmtree(self._target / self._written.pop(0).folder, ignore_errors=True)
