@@ -165,7 +165,7 @@ class PlannedOptimizer:
             group: [w.shape for w in some if w.experts is not None and len(w.shape) > 2]
             for group, some in weights.items()
         }
-        return units_of(member, stacks)
+        return units_of(member, stacks, whole_tensors=said)
 
     def _weights(self, member: Optimizer) -> dict[int, list[Weight]]:
         """Return the weights of each parameter group, by the group's id."""

@@ -187,25 +187,32 @@ def _judge_all(
                         ]
                         for group in groups
                     }
-                    whole[i, j] = units_of(member, stacks)
+                    whole[i, j] = units_of(member, stacks, whole_tensors=whole_tensors)
             except ConfigError as error:
                 return _Verdict(str(error))
             tried.add(type(member).__name__)
     return _Verdict("", frozenset(tried), whole)
 
 
-def units_of(optimizer: Optimizer, stacks: Mapping[int, Sequence[Sequence[int]]]) -> Units:
+def units_of(
+    optimizer: Optimizer,
+    stacks: Mapping[int, Sequence[Sequence[int]]],
+    *,
+    whole_tensors: bool = False,
+) -> Units:
     """Return the full tensors of an optimizer: experts alone, unless a trial shows that a stack of
-    experts is stepped as one tensor, or the class is known to read full tensors in rare steps.
+    experts is stepped as one tensor, or the class or the user says what no trial sees: that full
+    tensors are read in rare steps.
 
     Args:
         optimizer: The optimizer, not a chain.
         stacks: Id of a parameter group -> global shapes of the group's stacked experts.
+        whole_tensors: Whether the user says so.
 
     Raises:
         ConfigError: If the optimizer cannot be tried.
     """
-    if any(stacks.values()) and reads(optimizer) is False:
+    if any(stacks.values()) and (whole_tensors or reads(optimizer) is False):
         return Units.WHOLE
     for group in optimizer.param_groups:
         if shapes := stacks.get(id(group)):

@@ -44,15 +44,15 @@ class AdamP(RowNorms):
     """Known to read full tensors in rare steps."""
 
 
-def found(optimizer: torch.optim.Optimizer, *, sharded: bool = False, ep: int = 2) -> Any:
-    context = ParallelContext(ParallelLayout(expert_model_parallel_size=ep), planned_world_size=2)
+def found(optimizer: torch.optim.Optimizer, *, whole_tensors: bool = False) -> Any:
+    context = ParallelContext(ParallelLayout(expert_model_parallel_size=2), planned_world_size=2)
     stack, matrix = optimizer.param_groups[0]["params"]
-    spec = ShardSpec(STACK, (Box((0, 0, 0), (4 // ep, 6, 8)),), ("ep", "etp"))
+    spec = ShardSpec(STACK, (Box((0, 0, 0), (2, 6, 8)),), ("ep", "etp"))
     dense = ShardSpec.replicated(matrix.shape)
     assert stack.shape == STACK
     group = id(optimizer.param_groups[0])
-    stepped = [Stepped(group, spec, sharded), Stepped(group, dense, sharded)]
-    return divide([(optimizer, stepped)], context, whole_tensors=True).owned[group]
+    stepped = [Stepped(group, spec, True), Stepped(group, dense, True)]
+    return divide([(optimizer, stepped)], context, whole_tensors=whole_tensors).owned[group]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,7 @@ def test_a_trial_says_whether_experts_are_stepped_alone(kind: type[Own], units: 
     optimizer = kind([nn.Parameter(torch.ones(STACK)), nn.Parameter(torch.ones(8, 6))])
     assert found(optimizer) is units
     assert not optimizer.state  # the trial leaves no trace
+    assert found(optimizer, whole_tensors=True) is Units.WHOLE  # says what no trial sees
 
 
 def test_units_are_experts_of_stacks_alone() -> None:
