@@ -176,15 +176,12 @@ def _images(tower: TowerSizes) -> dict[str, int]:
 def _work(recipe: Recipe, stage: int, units: Sequence[str]) -> float:
     """Return the operations of a stage for one sample."""
     own = sum(_operations(recipe, unit) for unit in units)
-    has_tower = recipe.tower is not None and stage == 0
-    return own + (_tower_operations(recipe, recipe.tower) if has_tower and recipe.tower else 0.0)
+    return own + (_tower_operations(recipe, recipe.tower) if recipe.tower and stage == 0 else 0.0)
 
 
 def _tower_operations(recipe: Recipe, tower: TowerSizes) -> float:
-    """Return the operations of the tower for one sample. A frozen one has no backward."""
-    is_trained = tower.num_trained(recipe.adapters) > 0
-    share = (1 if recipe.adapters is None else 2 / 3) if is_trained else 1 / 3
-    return OPERATIONS_PER_WEIGHT * share * tower.multiply_adds()
+    """Return the operations of the tower for one sample."""
+    return OPERATIONS_PER_WEIGHT * tower.trained_work(recipe.adapters)
 
 
 def _operations(recipe: Recipe, unit: str) -> float:

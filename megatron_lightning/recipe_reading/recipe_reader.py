@@ -84,7 +84,14 @@ def read_recipe(
     accumulated = _count(runs, "trainer.accumulate_grad_batches", errors)
     batch_size = _batch_size(data, layout, ranks, accumulated, errors)
     if tower is not None:
-        tower = replace(tower, image_tokens=image_tokens or sequence_length)
+        number = sequence_length if image_tokens is None else image_tokens
+        if not 0 <= number <= sequence_length:
+            errors.add(
+                f"--image-tokens is {number}, and a sample has {sequence_length} tokens "
+                "(data.sequence_length) with those of its images. Set it from 0 to "
+                f"{sequence_length}."
+            )
+        tower = replace(tower, image_tokens=number)
     elif image_tokens is not None and model is not None:
         errors.add(
             f"--image-tokens is {image_tokens}, and the model reads no images. Leave it out."

@@ -79,6 +79,19 @@ class TowerSizes:
         """Return the multiply-adds of the linear layers for a sample. Attention is left out."""
         return float(sum(rows * one.features_in * one.features_out for rows, one in self._rows()))
 
+    def trained_work(self, adapters: AdapterSizes | None) -> float:
+        """Return the multiply-adds of forward and backward for a sample, in units of a trained
+        layer's. A third each are the forward, the gradient of inputs from the first trained layer
+        on, and the gradient of a trained weight.
+        """
+        first = self._first_trained(adapters)
+        work = 0.0
+        for number, (rows, one) in enumerate(self._rows()):
+            has_backward = first is not None and number >= first
+            thirds = 1 + has_backward + (one.is_trained and adapters is None)
+            work += thirds * rows * one.features_in * one.features_out / 3
+        return work
+
     def mixing(self) -> float:
         """Return the multiply-adds of full attention over one image, or over each tile of it."""
         patches = self.num_patches
@@ -126,15 +139,18 @@ class TowerSizes:
         each = sizes.micro_batch_size * sizes.element
         widths = [rows * (one.features_in + one.features_out) for rows, one in self._rows()]
         working = each * max(widths, default=0)
-        trained = (
-            one.is_trained if adapters is None else adapters.adapts_path(one.path)
-            for one in self.linears
-        )
-        first_trained = next((n for n, is_trained in enumerate(trained) if is_trained), None)
+        first_trained = self._first_trained(adapters)
         kept = 0 if first_trained is None else each * sum(widths[first_trained:])
         forward = max(kept + working, kept + first.forward_peak)
         backward = max(kept + 2 * working if kept else 0, kept + first.backward_peak)
         return replace(first, kept=first.kept + kept, forward_peak=forward, backward_peak=backward)
+
+    def _first_trained(self, adapters: AdapterSizes | None) -> int | None:
+        trained = (
+            one.is_trained if adapters is None else adapters.adapts_path(one.path)
+            for one in self.linears
+        )
+        return next((n for n, is_trained in enumerate(trained) if is_trained), None)
 
     def _rows(self) -> Iterator[tuple[int, TowerLinear]]:
         """Yield every linear layer and the number of its rows in a sample."""

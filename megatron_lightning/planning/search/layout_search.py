@@ -281,8 +281,11 @@ class LayoutSearch:
         recipe = self._recipe
         own_layout, world, moe = recipe.layout, recipe.world_size, recipe.model.moe
         places = recipe.model.num_layers + 2
+        longest = recipe.sequence_length // _LEAST_TOKENS
+        # Chats with images are not divided among ranks that share rows.
+        shares = powers_of_two(longest, own_layout.cp) if recipe.tower is None else [own_layout.cp]
         for tp in powers_of_two(recipe.node_size, own_layout.tp):
-            for cp in powers_of_two(recipe.sequence_length // _LEAST_TOKENS, own_layout.cp):
+            for cp in shares:
                 for pp in divisors(world // (tp * cp)) if world % (tp * cp) == 0 else []:
                     if pp > min(MOST_STAGES_RANKS, places):
                         break

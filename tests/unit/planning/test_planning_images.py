@@ -16,6 +16,8 @@ from safetensors import safe_open
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import num_parameters
+from megatron_lightning.planning.ledger.tower_memory import TowerLinear, TowerSizes
+from megatron_lightning.planning.search import layout_search
 from megatron_lightning.recipe_reading.image_models import image_model
 from megatron_lightning.recipe_reading.plan_command import plan
 from tests.helpers.gpt_folders import make_folder
@@ -95,7 +97,41 @@ def test_a_frozen_tower_has_weights_alone() -> None:
     assert adapted["gradients"] < 4 * size
 
 
+def test_layers_before_the_first_trained_one_cost_a_third() -> None:
+    linears = [
+        TowerLinear("vision.a", 10, 99, is_in_block=True),
+        TowerLinear("vision.b", 10, 1, is_in_block=True),
+        TowerLinear("projector", 10, 100, is_in_block=False),
+    ]
+    for trained, work in (("111", 10_000), ("001", 5_000 / 3 + 5_000), ("000", 10_000 / 3),
+                          ("100", 4_950 + 5_050 * 2 / 3)):  # fmt: skip
+        own = (
+            one._replace(is_trained=mark == "1") for one, mark in zip(linears, trained, strict=True)
+        )
+        tower = TowerSizes(
+            parameters=2000, trained=10, linears=tuple(own), patches_per_token=1.0, image_tokens=5
+        )
+        assert tower.trained_work(None) == pytest.approx(work), trained
+    flops = [
+        _planned(_folder("llava"), *options, image_tokens=32)["flops"]
+        for options in ((), ("model.init_args.freeze=[model.vision_tower]",))
+    ]
+    assert flops[0] != flops[1]
+
+
+def test_a_search_keeps_the_ranks_that_share_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit refuses chats with images where others are tried."""
+    monkeypatch.setattr(layout_search, "_LEAST_TOKENS", 16)
+    found = _planned(_folder("llava"), search=True, device="h100", image_tokens=9)
+    layouts = found["search"]["layouts"]
+    assert layouts and {one["context_parallel_size"] for one in layouts} == {1}
+
+
 def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
+    for number in (-1, 65):
+        (error,) = _planned(_folder("llava"), image_tokens=number)["errors"]
+        assert f"--image-tokens is {number}, and a sample has 64 tokens" in error
+    assert _planned(_folder("llava"), image_tokens=0)["images"]["tokens"] == 0
     assert (
         "reads no images" in _planned(make_folder("llama", tmp_path), image_tokens=3)["errors"][0]
     )
