@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from megatron_lightning.config import ContextOptions
 from megatron_lightning.errors import MegatronLightningError
@@ -216,12 +217,23 @@ def _fit(
     return module.losses, float(fit.callback_metrics["val"])
 
 
+def _attends_sharply(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return sdpa_attention_forward(module, 3 * query, *args, **kwargs)
+
+
+def _own_attention() -> nn.Module:
+    """Its attention function is not softmax attention of the scores."""
+    transformers.AttentionInterface.register("sharp", _attends_sharply)
+    return _llama(attn_implementation="sharp")
+
+
 MODELS = {
     "llama": _llama,
     "qwen3": _qwen3,
     "mistral, window": _mistral,
     "llama 3": _scaled,
     "deepseek": _deepseek,
+    "llama, own attention": _own_attention,
 }
 
 
