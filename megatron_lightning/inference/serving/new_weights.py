@@ -20,6 +20,8 @@ from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.file_names import ADAPTER_CONFIG
 from megatron_lightning.inference.commands.load import SavedModel, find_model
 from megatron_lightning.inference.engine.text_model import TextModel
+from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.parallel.shards.digest import as_text, digest_of_shards
 from megatron_lightning.parallel.shards.spec import Box
 from megatron_lightning.peft.fitting import fitted
 from megatron_lightning.peft.folder import read_folder
@@ -76,6 +78,7 @@ class NewWeights:
         """Number of ids of the model."""
         self.version: Version | None = None
         """Weights of the engine. None: those that the server has started with."""
+        self._hashes: dict[str, int] | None = None  # of the served model's weights on this rank
 
     @property
     def step(self) -> int | None:
@@ -86,7 +89,7 @@ class NewWeights:
         """Return a function that reads weights. A collective, and so is the function.
 
         Raises:
-            CheckpointError: If there is no such folder.
+            CheckpointError: If there is no such folder, or adapters belong to another base.
             ConfigError: If the folder holds another model.
         """
         folder = self._folder / version.folder
@@ -101,6 +104,8 @@ class NewWeights:
             saved = find_model(self._checkpoint if has_adapters else folder, self._engine.context)
             full = saved.build()
             own = fitted(read_folder(folder), full, str(folder)) if has_adapters else None
+            if own is not None:
+                self._check_base(own)
         if _shapes(full) != self._shapes:
             raise ConfigError(
                 f"{folder} holds another model than {self._checkpoint}, which is served: tensors "
@@ -115,6 +120,23 @@ class NewWeights:
             self.version = version
 
         return read
+
+    def _check_base(self, own: SavedAdapters) -> None:
+        """Check that adapters belong to the served model. A collective."""
+        if self._hashes is None:
+            if self.version is not None:
+                return  # the base is not in the engine any more
+            model, part = self._engine.model, self._engine.part
+            state = ModuleState(model, part, self._engine.context)
+            self._hashes = {
+                name: digest_of_shards([state.shards(name, name, parameter.detach())])
+                for name, parameter in model.named_parameters()
+                if name not in part.tied
+            }
+        total = sum(value for name, value in self._hashes.items() if name not in own.saved)
+        total = sum(self._engine.context.axis("world").all_gather_object(total))
+        kind = "gpt" if isinstance(self._engine.model, GPTModel) else "own"
+        own.base.check(as_text(total, kind), f"{self._checkpoint}, which is served,")
 
     def _fill(self, saved: SavedModel, full: nn.Module) -> None:
         model, part = self._engine.model, self._engine.part

@@ -143,6 +143,21 @@ def test_generators_without_staleness_train_as_the_fit_alone(
     assert not list(Path(weights).iterdir())
 
 
+def test_adapters_of_another_base_are_refused(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of other weights with the same shapes."""
+    other, weights = str(tmp_path / "other"), str(tmp_path / "weights")
+    model = llama(vocab_size=320)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    model.save_pretrained(other)
+    with local_generators(other, weights, 1, monkeypatch) as [server]:
+        options: dict[str, Any] = {"generators": [server.url], "weights_folder": weights}
+        with pytest.raises(ConfigError, match=r"trained on other weights than .*other, which is"):
+            fit(folder, tmp_path, lora=True, **options)
+
+
 def test_generations_ahead_keep_the_bound_and_survive_a_generator(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 from torch import nn
 
 from megatron_lightning.assembly.state.full_state import path_of
+from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.checkpoint.agreement import on_first_rank
 from megatron_lightning.inference.serving.new_weights import Version
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.peft import folder
+from megatron_lightning.peft.base_digest import digest_of_part, frozen_names
 from megatron_lightning.peft.methods.applied import applied_to
 from megatron_lightning.peft.saved import Base, SavedAdapters
 
@@ -38,6 +40,7 @@ class PublishedWeights:
         self._kept = kept
         self._written: list[Version] = []
         self._stream: Any = None
+        self._base: Base | None = None  # of adapters
 
     def write(self, step: int) -> Version:
         """Write the weights behind optimizer step ``step``. A collective of all ranks.
@@ -72,7 +75,11 @@ class PublishedWeights:
             if name.startswith(prefix) and (".adapters." in own or own in applied.saved)
         }
         is_gpt = isinstance(model, GPTModel)
-        saved = SavedAdapters.of_state(state, applied, Base(), is_gpt=is_gpt)
+        if self._base is None:  # frozen, so that it is read once
+            frozen = [name for name in frozen_names(strategy.module) if name.startswith(prefix)]
+            part = ModuleState(strategy.module, strategy.run.part, strategy.context)
+            self._base = Base(digest=digest_of_part(part, own_path, frozen))
+        saved = SavedAdapters.of_state(state, applied, self._base, is_gpt=is_gpt)
         # All ranks wait: each replica may tell a generator of the folder next.
         on_first_rank(
             strategy.context.axis("world"),
