@@ -65,13 +65,15 @@ class Rollout(Text):
         return sum(sum(text.mask) for text in self.texts)
 
     def arrays(self) -> dict[str, npt.NDArray[np.int64]]:
-        """Return the text as ``tokens`` and shifted ``labels`` [n], to be shown."""
-        tokens = np.array([*self.prompt_ids, *self.ids], np.int64)
-        labels = np.full(len(tokens), IGNORED, np.int64)
-        start = len(self.prompt_ids) - 1
-        is_sampled = np.array(self.mask, bool)
-        labels[start : len(tokens) - 1][is_sampled] = tokens[start + 1 :][is_sampled]
-        return {"tokens": tokens, "labels": labels}
+        """Return all texts, one behind another, as ``tokens`` and shifted ``labels`` [n], to be
+        shown.
+        """
+        tokens = np.array([one for text in self.texts for one in (*text.prompt_ids, *text.ids)])
+        is_sampled = np.array(
+            [one for text in self.texts for one in (*[0] * len(text.prompt_ids), *text.mask)], bool
+        )
+        labels = np.where(is_sampled, tokens, IGNORED)[1:]
+        return {"tokens": tokens, "labels": np.append(labels, IGNORED)}
 
     @classmethod
     def of_row(cls, row: Row) -> Rollout:
@@ -176,9 +178,18 @@ class Generation:
 
     @cached_property
     def digest(self) -> str:
-        """Name of the texts and rewards of all rows."""
-        rows = [(row.group, [*row.prompt_ids], [*row.ids], {**row.rewards}) for row in self.rows]
-        rows += [([*text.prompt_ids], [*text.ids]) for row in self.rows for text in row.earlier]  # type: ignore[misc]
+        """Name of all that is trained: texts with masks and log-probabilities, and rewards."""
+        rows = [
+            (
+                row.group,
+                {**row.rewards},
+                [
+                    ([*one.prompt_ids], [*one.ids], [*one.mask], [*one.logprobs])
+                    for one in row.texts
+                ],
+            )
+            for row in self.rows
+        ]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
 
     @cached_property
@@ -230,8 +241,10 @@ class Generation:
         return table.nansum(1).masked_fill(table.isnan().all(1), _NAN)
 
     def truncated(self, ends: Sequence[int]) -> Tensor:
-        """Return which texts [n] do not end with one of the end tokens ``ends``."""
-        return torch.tensor([not text.ids or text.ids[-1] not in ends for text in self.texts])
+        """Return which rows [n] do not end with one of the end tokens ``ends``: by their last
+        text, which the earlier ones lead to.
+        """
+        return torch.tensor([not row.ids or row.ids[-1] not in ends for row in self.rows])
 
     def batch(self, places: Sequence[int], *, padding: int, multiple: int, longest: int) -> Batch:
         """Return texts as ``tokens``, ``labels`` (shifted, -100 for what was not sampled),

@@ -107,7 +107,7 @@ class TrainedGeneration:
         batch = self.rows.batch(numbers, padding=0, multiple=multiple, longest=longest)
         batch["advantages"] = self.advantages[owners]
         if self.ends:
-            batch["truncated"] = self.rows.truncated(self.ends)[list(numbers)]
+            batch["truncated"] = self.rows.truncated(self.ends)[owners]
         if self.old_logprobs is not None and step != self.step:
             old = torch.zeros_like(batch["logprobs"])
             for row, number in enumerate(numbers):

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +33,11 @@ from megatron_lightning.modules.post_training.generators.client import (
     StaleError,
 )
 from megatron_lightning.modules.post_training.generators.published_weights import PublishedWeights
+from megatron_lightning.modules.post_training.generators.remote_engine import (
+    Generators,
+    RemoteEngine,
+)
+from megatron_lightning.modules.post_training.generators.replica_rows import Replica
 from megatron_lightning.peft import LoRA
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.adapted import CONFIG, llama
@@ -395,3 +400,28 @@ def test_weights_that_a_generator_may_read_are_kept(tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == [
         Version("a", step).folder for step in (2, 3, 4)
     ]
+
+
+def test_a_closed_fit_asks_for_no_texts() -> None:
+    """A generation ahead whose server is away ends with the fit, not behind its time."""
+
+    class Away:
+        url = "http://a"
+
+        def continue_each(self, *_: Any) -> Any:
+            raise AwayError("killed")
+
+    generators: Any = Generators([Away()], 600.0)  # type: ignore[list-item]
+    engine = RemoteEngine(generators, (), Version("a", 0))
+    begun = ahead._in_thread(lambda: engine.continue_each([[1]], [Sampling()]))  # type: ignore[arg-type, return-value]
+    while not generators.asked_again:
+        time.sleep(0.001)
+    generators.close()
+    with pytest.raises(RuntimeError, match="the fit has ended"):
+        begun.result(0.4)
+
+
+def test_requests_of_all_replicas_are_counted() -> None:
+    axis = SimpleNamespace(all_gather_object=lambda count: [count, 0, 2])
+    context: Any = SimpleNamespace(dp=axis, tp=axis, cp=axis, pp=axis)
+    assert Replica(context).total(1) == 3

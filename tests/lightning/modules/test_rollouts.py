@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from megatron_lightning.config import PipelineOptions
-from megatron_lightning.data.rollouts.generation import Generation
+from megatron_lightning.data.rollouts.generation import Generation, Rollout, Text
 from megatron_lightning.data.rollouts.prompts import prompt_of
 from megatron_lightning.data.rollouts.rewards import Rewards
 from megatron_lightning.data.rows.sources import Row
@@ -161,6 +162,22 @@ def test_a_fit_keeps_nothing_of_the_one_before(tmp_path: Path) -> None:
     assert [run(twice), run(once), run(twice)] == [(2, 3), (1, 3), (2, 3)]
     firsts = [_files(tmp_path, version)[0].rows[0].prompt_ids for version in range(4)]
     assert firsts == [[1, 3], [2, 3], [1, 3], [2, 3]]
+
+
+def test_all_texts_of_a_row_count() -> None:
+    """A conversation of two texts is shown, named and cut as one row."""
+    first = Text(prompt_ids=[1, 2], ids=[3, 7], mask=[0, 1], logprobs=[None, -1.0], steps=[None, 0])
+    last = {"prompt_ids": [4], "ids": [5], "mask": [1], "logprobs": [-2.0], "steps": [0]}
+    row = Rollout(**last, group=0, rewards={"one": 1.0}, earlier=(first,))  # type: ignore[arg-type]
+    arrays = {name: found.tolist() for name, found in row.arrays().items()}
+    assert arrays == {
+        "tokens": [1, 2, 3, 7, 4, 5],
+        "labels": [-100, -100, 7, -100, 5, -100],
+    }
+    generation = Generation([row, replace(row, ids=[7])])
+    assert generation.truncated([7]).tolist() == [True, False]
+    for other in (replace(first, mask=[1, 1]), replace(first, logprobs=[None, -3.0])):
+        assert Generation([replace(row, earlier=(other,))]).digest != Generation([row]).digest
 
 
 class _ReadOnce:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from megatron_lightning.data.order.reading_thread import device_of_thread, use_device
 from megatron_lightning.data.rollouts.generation import Generation
@@ -32,6 +32,8 @@ from megatron_lightning.modules.post_training.generators.replica_rows import (
     ReplicaRows,
 )
 
+_CLOSE_S = 10.0
+"""Seconds that the end of a fit waits for texts on the way."""
 Found = tuple[Groups, Counter[str]]
 Work = tuple[Mapping[int, Prompt], Mapping[int, int]]
 """Prompts of this replica by their places, and seeds of their first answers."""
@@ -86,13 +88,19 @@ class Ahead:
         if self._fit.trainer.is_global_zero:
             self._published.remove()
         if self._team.is_first:
+            # At the end of an epoch numbers may jump, and nobody trains those between.
+            self._begun = {n: found for n, found in self._begun.items() if n >= number}
             last = min(number + self._options.max_staleness, self._last(number))
             for further in range(number, last + 1):
                 if further not in self._begun:
                     self._begun[further] = _in_thread(lambda n=further: self._sample(n))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Remove the folders of weights."""
+        """End generations that nobody trains, which close their environments, and remove the
+        folders of weights.
+        """
+        self._generators.close()
+        wait(self._begun.values(), timeout=_CLOSE_S)
         if self._fit.trainer.is_global_zero:
             self._published.remove(all_of_them=True)
 
@@ -159,7 +167,7 @@ class Ahead:
         return {
             "staleness": sum(ages) / max(len(ages), 1),
             "staleness_max": float(oldest),
-            "asked_again": float(self._generators.asked_again),
+            "asked_again": float(self._team.total(self._generators.asked_again)),
             **self._seconds,
         }
 

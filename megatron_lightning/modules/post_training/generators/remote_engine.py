@@ -40,6 +40,11 @@ class Generators:
         self._lock = threading.Lock()
         self.asked_again = 0
         """Requests that another generator was asked for, or the same one once it was back."""
+        self._has_ended = threading.Event()
+
+    def close(self) -> None:
+        """End with the fit: no further text is asked for."""
+        self._has_ended.set()
 
     def serve(self, version: Version) -> None:
         """Make all generators take weights. Those that are away take them when they are back.
@@ -75,7 +80,7 @@ class Generators:
                 f"no generator ({urls}) has answered for {self._limit_s:g} s; the last error was: "
                 f"{error}. Start them again, or raise generator_timeout_s."
             ) from error
-        time.sleep(_PAUSE_S)
+        self._has_ended.wait(_PAUSE_S)
 
     def continue_each(
         self,
@@ -122,6 +127,8 @@ class Generators:
         """Return the texts of a generator, or of the next one that answers."""
         deadline = 0.0  # of the first failure in a row
         while True:
+            if self._has_ended.is_set():
+                raise RuntimeError("the fit has ended, and needs no further texts")
             generator = self._generators[number % len(self._generators)]
             try:
                 return generator.continue_each(body, self._limit_s)

@@ -106,6 +106,10 @@ class Replica:
         flag = torch.tensor(int(wants), device=self._context.device)
         return bool(all_reduce(flag, self._context.dp, "max"))
 
+    def total(self, count: int) -> int:
+        """Return the sum of a count over the replicas."""
+        return sum(self._context.dp.all_gather_object(count))
+
 
 class ReplicaRows:
     """Samples the rows of prompts.
