@@ -5,7 +5,6 @@ input.
 from __future__ import annotations
 
 import io
-import wave
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_lightning.data.images.image_files import Size, picture, size_of
+from megatron_lightning.data.images.wav import wav_of
 from megatron_lightning.errors import DataError
 from megatron_lightning.optional import require
-
-_WIDTHS: Mapping[int, Any] = {1: np.uint8, 2: np.int16, 4: np.int32}
-"""Bytes of a sample in a WAV file -> type. Three bytes are widened to four."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +54,11 @@ def sound_size(where: str, data: bytes) -> Size:
     """Return the number of samples and the samples of a second.
 
     Raises:
-        DataError: If the bytes are no sound.
+        DataError: If the bytes are no sound, or the file is cut.
+        MissingPackageError: If the file needs the package soundfile.
     """
-    if data[:4] == b"RIFF":
-        try:
-            with wave.open(io.BytesIO(data)) as file:
-                return file.getnframes(), file.getframerate()
-        except (wave.Error, EOFError):  # such as floating-point samples
-            pass
+    if (wav := wav_of(where, data)) is not None:
+        return wav.length, wav.rate
     with _opened(where, data) as file:
         return file.frames, file.samplerate
 
@@ -73,36 +67,21 @@ def sound(where: str, data: bytes) -> npt.NDArray[np.float32]:
     """Return the samples of a sound in [-1, 1], the mean over its channels [n].
 
     Raises:
-        DataError: If the bytes are no sound.
+        DataError: If the bytes are no sound, or the file is cut.
+        MissingPackageError: If the file needs the package soundfile.
     """
-    if data[:4] == b"RIFF":
-        try:
-            return _of_wav(data)
-        except (wave.Error, EOFError):
-            pass
+    if (wav := wav_of(where, data)) is not None:
+        return wav.samples(data)
     with _opened(where, data) as file:
         samples: npt.NDArray[np.float32] = file.read(dtype="float32", always_2d=True)
         return np.ascontiguousarray(samples.mean(1))
 
 
-def _of_wav(data: bytes) -> npt.NDArray[np.float32]:
-    with wave.open(io.BytesIO(data)) as file:
-        width, channels = file.getsampwidth(), file.getnchannels()
-        content = file.readframes(file.getnframes())
-    if width == 3:
-        parts = np.frombuffer(content, np.uint8).reshape(-1, 3)
-        content = np.pad(parts, ((0, 0), (1, 0))).tobytes()
-        width = 4
-    values = np.frombuffer(content, _WIDTHS[width]).astype(np.float32).reshape(-1, channels)
-    if width == 1:
-        values -= 128
-    mean: npt.NDArray[np.float32] = values.mean(1) / 2 ** (8 * width - 1)
-    return mean
-
-
 def _opened(where: str, data: bytes) -> Any:
     """Return an opened file of the package soundfile."""
-    soundfile = require("soundfile", "sounds other than WAV", "pip install soundfile")
+    soundfile = require(
+        "soundfile", f"{where}: a sound that is no WAV file of integers or floating-point samples"
+    )
     try:
         return soundfile.SoundFile(io.BytesIO(data))
     except Exception as error:

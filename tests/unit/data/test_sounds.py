@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import struct
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -15,7 +17,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
-from megatron_lightning.data.images.media import sound, sound_size
+from megatron_lightning.data.images.media import MEDIA, sound, sound_size
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.modules import (
     AudioOptions,
@@ -23,6 +25,7 @@ from megatron_lightning.modules import (
     HuggingFaceModule,
     ImageOptions,
 )
+from megatron_lightning.optional import MissingPackageError
 from tests.helpers.chats import write_rows
 from tests.helpers.sound_folders import RATE, make_sound_folder, write_sound, write_sound_rows
 
@@ -107,7 +110,45 @@ def test_samples_of_every_width_are_read(tmp_path: Path) -> None:
         assert np.abs(samples - high.mean(1) / 128).max() < 1 / 127
 
 
-def test_what_cannot_be_heard_is_refused(tmp_path: Path) -> None:
+def _wav(content: bytes, coding: int, width: int, *, size: int | None = None) -> bytes:
+    """A file of one channel. Coding 0xFFFE: integers by an extensible header."""
+    form = struct.pack("<HHIIHH", coding, 1, RATE, RATE * width, width, 8 * width)
+    if coding == 0xFFFE:
+        form += struct.pack("<HHIH", 22, 8 * width, 0, 1) + bytes(14)
+    body = b"WAVEfmt " + struct.pack("<I", len(form)) + form + b"LIST\1\0\0\0x\0data"
+    body += struct.pack("<I", len(content) if size is None else size) + content
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def test_floats_extensible_headers_and_pipes_are_read() -> None:
+    values = np.linspace(-1, 1, 64, dtype=np.float32)
+    for width in (4, 8):
+        data = _wav(values.astype(f"<f{width}").tobytes(), 3, width)
+        assert sound_size("a", data) == (64, RATE) and np.array_equal(sound("a", data), values)
+    integers = (values * 32767).astype("<i2")
+    for data in (
+        _wav(integers.tobytes(), 0xFFFE, 2), _wav(integers.tobytes(), 1, 2, size=2**32 - 1)
+    ):  # fmt: skip
+        assert sound_size("a", data) == (64, RATE)
+        assert np.array_equal(sound("a", data), integers.astype(np.float32) / 32768)
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_a_cut_file_is_refused_before_the_run(width: int) -> None:
+    data = _wav(bytes(300 * width), 1, width)
+    for end in (len(data) - 1, len(data) - 7 * width):
+        with pytest.raises(DataError, match=r"row 7: the WAV file is cut: .* says \d+ bytes"):
+            sound_size("row 7", data[:end])
+    with pytest.raises(DataError, match="row 7: the WAV file ends before its samples"):
+        sound_size("row 7", data[:30])
+    try:
+        import soundfile  # noqa: F401
+    except ImportError:
+        with pytest.raises(MissingPackageError, match=r"row 7: a sound that is no WAV.*soundfile"):
+            sound_size("row 7", _wav(bytes(64), 2, 2))
+
+
+def test_what_cannot_be_heard_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(match: str, content: list[Any], **options: Any) -> None:
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}]
         rows = write_rows(tmp_path / "rows.jsonl", [{"messages": messages}])
@@ -121,6 +162,14 @@ def test_what_cannot_be_heard_is_refused(tmp_path: Path) -> None:
     refused("8,000 samples a second, and Qwen2AudioProcessor takes 16,000", [part(other)])
     long = write_sound(tmp_path / "long.wav", 1.5)
     refused("has 1.5 s, and Qwen2AudioProcessor reads the first 1.0 s alone", [part(long)])
+    longer = write_sound(tmp_path / "longer.wav", 20.0)
+    sizes: list[int] = []
+    blank = MEDIA["audio"].blank
+    made = replace(MEDIA["audio"], blank=lambda size: sizes.append(size[0]) or blank(size))
+    with monkeypatch.context() as patch:
+        patch.setitem(MEDIA, "audio", made)  # type: ignore[arg-type]
+        refused("has 20.0 s, and Qwen2AudioProcessor reads the first 1.0 s", [part(longer)])
+    assert max(sizes) == 2 * RATE
     short = write_sound(tmp_path / "short.wav", 0.5)
     refused("set audio of FinetuneDataModule", [part(short)], audio=None)
     refused("need image_processor", [part(short)], audio=None, images=ImageOptions())
