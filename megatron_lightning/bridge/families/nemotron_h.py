@@ -43,12 +43,12 @@ class NemotronH(Family):
         Constant("add_bias_linear", False, {
             "mamba_hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
             "mamba_proj_bias": False, "sliding_window": None,
-            "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
+            "tie_word_embeddings": False,
         }),
         WithoutEffect(
             "use_mamba_kernels", "num_logits_to_keep", "mamba_ssm_cache_dtype", "expand",
             "moe_shared_expert_overlap", "n_shared_experts", "mtp_layers_block_type",
-            "residual_in_fp32", "hidden_dropout", "time_step_limit",
+            "residual_in_fp32", "hidden_dropout", "time_step_limit", "num_nextn_predict_layers",
         ),
     )  # fmt: skip
     weights = table(END, MIXER, NORM, {

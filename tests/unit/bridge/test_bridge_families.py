@@ -318,9 +318,16 @@ def test_layers_of_multi_token_prediction_are_those_behind_the_last(
     assert tensors.keys() - pieces.keys() == {key for key in tensors if ".layers.2." in key}
 
 
-def test_layers_that_transformers_does_not_read_are_carried(tmp_path: Path) -> None:
-    """Folders of Qwen3-Next have layers of multi-token prediction."""
-    path = make_folder("qwen3-next", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "settings"), [("qwen3-next", {}), ("nemotron-3", {"num_nextn_predict_layers": 1})]
+)
+def test_layers_that_transformers_does_not_read_are_carried(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Folders of Qwen3-Next and Nemotron 3 have layers of multi-token prediction."""
+    path = make_folder(name, tmp_path)
+    config = path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
     head = {"mtp.fc.weight": torch.randn(32, 64), "mtp.layers.0.mlp.gate.weight": torch.ones(4, 32)}
     _rewritten(path, dict(head))
     bridge = AutoBridge.from_hf_pretrained(path)
