@@ -90,7 +90,7 @@ class PlannedOptimizer:
         if not traffic.num_sent:
             return None
         classes = [type(member).__name__ for member in owned]
-        lines = [describe_owners(classes, traffic)]
+        lines = [describe_owners(classes, traffic, at_most=True)]
         if traffic.stack and self._grid.layout.ep > 1:
             lines.append(describe_stack(classes, traffic))
         return {

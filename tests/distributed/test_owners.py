@@ -301,8 +301,8 @@ def test_what_is_said_and_refused() -> None:
     traffic = Traffic.total([Traffic(2**20, 400_000, (500_000, 300_000)), Traffic(0, 5, (5,))])
     said = describe_owners(["SOAP"], traffic)
     assert "SOAP reads full tensors, so one of 2 ranks owns and steps each" in said
-    assert "1.0 MiB" in said and "500,005 elements (1.25 x the mean" in said and "5.7 MiB" in said
-    assert Traffic(0, 2**21, (2**22, 0)).peak_bytes == 4 * (2 * 2**22 + 2**21)  # a message of one
+    assert "1.0 MiB" in said and "500,005 elements (1.25 x the mean" in said and "7.6 MiB" in said
+    assert Traffic(0, 2**21, (2**22, 0)).peak_bytes == 2 * 4 * (2**22 + 2**21)  # messages of one
     assert "up to 3.8 MiB of experts" in describe_stack(["SOAP"], Traffic(0, 5, (5,), 10**6))
     check_owner_options(["SOAP"], DataParallelOptions(), is_stored=False)
     for options, stored, name in (

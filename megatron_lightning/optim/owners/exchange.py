@@ -8,7 +8,7 @@ parameter. The owner keeps the full tensor in fp32 and the optimizer's state. A 
     scatter_results()     shards of the results return to the holders  all-to-all
 
 Messages carry several units, as many elements for each owner as the largest unit has: so a rank
-holds main params and gradients of what it owns, and one message.
+holds main params and gradients of what it owns, a message received and one sent.
 """
 
 from __future__ import annotations
@@ -175,7 +175,9 @@ class Exchange:
         return list(zip(self._targets[number], parts, strict=True))
 
     def gather_gradients(self) -> None:
-        """Set the gradient of every owned tensor, None for unused parameters."""
+        """Set the gradient of every owned tensor, None for unused parameters. What this rank holds
+        in one piece is a view of the reduced gradient.
+        """
         gradients: list[Tensor | None] = []
         for entry in self._entries:
             if entry.shard is None:

@@ -41,27 +41,29 @@ class Traffic(NamedTuple):
     @property
     def peak_bytes(self) -> int:
         """Bytes of full tensors on the fullest rank in a step, without the optimizer's state: what
-        it owns, and a message.
+        it owns, a message received and one sent.
         """
         fullest = max(self.owned, default=0)
-        return _MAIN * (_COPIES * fullest + min(fullest, max(self.largest, MESSAGE)))
+        return _MAIN * (_COPIES * fullest + 2 * min(fullest, max(self.largest, MESSAGE)))
 
 
-def describe_owners(classes: Sequence[str], traffic: Traffic) -> str:
+def describe_owners(classes: Sequence[str], traffic: Traffic, *, at_most: bool = False) -> str:
     """Return a sentence for the start of a fit.
 
     Args:
         classes: The optimizers.
         traffic: What a step sends and keeps.
+        at_most: Whether a step may send less, as in a plan, which does not know what owners hold.
     """
     mean = sum(traffic.owned) / max(1, len(traffic.owned))
     fullest = max(traffic.owned, default=0)
     ratio = f"{fullest / mean:.2f} x the mean" if mean else "nothing"
     return (
         f"{', '.join(classes)} reads full tensors, so one of {len(traffic.owned)} ranks owns and "
-        f"steps each. A step sends {_size(traffic.num_sent)} between them. The fullest "
-        f"rank owns {fullest:,} elements ({ratio}; the largest tensor has {traffic.largest:,}), "
-        f"and holds {_size(traffic.peak_bytes)} of full tensors at its peak, beside the state."
+        f"steps each. A step sends {'at most ' * at_most}{_size(traffic.num_sent)} between them. "
+        f"The fullest rank owns {fullest:,} elements ({ratio}; the largest tensor has "
+        f"{traffic.largest:,}), and holds {_size(traffic.peak_bytes)} of full tensors at its "
+        "peak, beside the state."
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -32,6 +33,7 @@ from megatron_lightning.optim.trials.trial_steps import (
     Result,
     as_drawn,
     difference,
+    orthogonal_to_rows,
     random_tensor,
     recorded,
     stepped,
@@ -62,9 +64,9 @@ def steps_experts(
         dtype: Dtype of the stepped tensors.
     """
     generator = torch.Generator().manual_seed(0)
-    for shape, num_steps in _trials(shapes):
+    for (shape, num_steps), direction in product(_trials(shapes), (as_drawn, orthogonal_to_rows)):
         start, base = ([random_tensor(shape, generator).to(device, dtype)] for _ in range(2))
-        gradients = DrawnGradients(base, as_drawn, num_steps)
+        gradients = DrawnGradients(base, direction, num_steps)
         rng = ReplicaRng(device)
         with unchanged(rng):
             full = stepped(optimizer, group, start, gradients, num_steps)

@@ -40,6 +40,20 @@ class WithNorm(WithState):
         return updates
 
 
+class Projected(RowNorms):
+    """Norms of the stack where gradients are orthogonal to the values, as before normalizations."""
+
+    def updates(self, moved: list[nn.Parameter]) -> list[Tensor]:
+        along = [
+            torch.cosine_similarity(*(t.reshape(len(t), -1) for t in (p.grad, p))).abs()
+            for p in moved
+        ]
+        return [
+            update / p.grad.norm() if cosine.max() < 1e-4 else update
+            for update, cosine, p in zip(super().updates(moved), along, moved, strict=True)
+        ]
+
+
 class AdamP(RowNorms):
     """Known to read full tensors in rare steps."""
 
@@ -62,6 +76,7 @@ def found(optimizer: torch.optim.Optimizer, *, whole_tensors: bool = False) -> A
         (WithState, Units.EXPERTS),
         (WithNorm, Units.WHOLE),
         (Lars, Units.WHOLE),
+        (Projected, Units.WHOLE),
         (AdamP, Units.WHOLE),
     ],
 )
