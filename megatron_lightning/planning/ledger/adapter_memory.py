@@ -69,7 +69,7 @@ class _Method(NamedTuple):
     trained: Callable[[AdapterSizes, int, int], _Trained]
     """Returns the numbers of the adapter of a matrix with rows and columns."""
     shares: bool = False
-    """Whether layers share frozen projections of the largest matrices."""
+    """Whether layers share frozen projections of the largest matrices, and experts have none."""
 
 
 _METHODS: Mapping[str, _Method] = MappingProxyType(
@@ -132,10 +132,21 @@ class AdapterSizes:
         return adapters
 
     def adapts(self, unit: str, weight: Weight) -> bool:
-        """Return whether the layer of a weight in a unit gets adapters."""
+        """Return whether the layer of a weight in a unit gets adapters.
+
+        Raises:
+            ConfigError: If it is a layer of experts, and the method has no adapters of experts.
+        """
         if weight.kind != "matrix" or unit == OUTPUT:
             return False
-        return self.adapts_path(".".join(filter(None, (unit, weight.module))))
+        path = ".".join(filter(None, (unit, weight.module)))
+        is_adapted = self.adapts_path(path)
+        if is_adapted and weight.experts is not None and _METHODS[self.method].shares:
+            raise ConfigError(
+                f"{path} is a layer of experts, for which {self.method} has no vectors, so a fit "
+                "refuses it. Leave the experts out by exclude_modules of model.peft, or use LoRA."
+            )
+        return is_adapted
 
     def adapts_path(self, path: str) -> bool:
         """Return whether the linear layer at a path gets adapters."""

@@ -157,5 +157,9 @@ def test_plans_count_vectors_and_the_projections() -> None:
         p.numel() for p in model.parameters() if p.requires_grad
     )
     assert sizes.shared_size(CONFIG) == 12 * (96 + 96)  # rows of gate, columns of fc2
+    with pytest.raises(ConfigError, match=r"linear_fc1 is a layer of experts, for which VeRA has"):
+        sizes.shared_size(tiny_config(moe=MoEConfig(num_experts=4)))
+    without = AdapterSizes(method="VeRA", exclude_modules=["experts.*"])
+    assert without.shared_size(tiny_config(moe=MoEConfig(num_experts=4)))
     with pytest.raises(ConfigError, match=r"model.peft is a.Other, whose sizes"):
         AdapterSizes.of_options({}, "a.Other")
