@@ -10,9 +10,18 @@ import pytest
 import torch
 
 from megatron_lightning.inference import Engine, EngineOptions, Sampling
+from megatron_lightning.inference.engine.keys.prefix_cache import KeptText, PrefixCache
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from tests.distributed import test_drafts as drafts
-from tests.distributed.test_inference_engine import CONFIGS, DRAWN, GREEDY, LAYOUTS, model_of, saved
+from tests.distributed.test_inference_engine import (
+    CONFIGS,
+    DRAWN,
+    GREEDY,
+    LAYOUTS,
+    cache_of,
+    model_of,
+    saved,
+)
 from tests.helpers.ranks import run_ranks
 
 SYSTEM = [(7 * i) % 61 for i in range(37)]
@@ -63,6 +72,26 @@ def test_texts_and_scores_are_the_same(name: str, case: str) -> None:
         assert not share
     elif name != "sliding":  # prompts longer than the model's input
         assert share > 0.5
+
+
+@pytest.mark.parametrize(("storage", "num_slots"), [("runs", 200), ("pages", 120)])
+def test_texts_are_the_same_where_slots_are_few(
+    storage: str, num_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys are shared beside texts that give their slots, and requests wait or give way."""
+    drop, events = PrefixCache._drop, list[str]()
+
+    def counted_drop(self: PrefixCache, text: KeptText) -> None:
+        events.append("drop")
+        drop(self, text)
+
+    monkeypatch.setattr(PrefixCache, "_drop", counted_drop)
+    few = cache_of(num_slots, storage)
+    options = {"storage": storage, "block_size": few.block_size, "cache_gib": few.cache_gib}
+    expected, found, engine = both(model_of(CONFIGS["grouped"]), DRAWN, **options)
+    assert found[:2] == expected[:2]
+    assert torch.allclose(found[2], expected[2], atol=1e-4)
+    assert engine.prefix_counts.share > 0.2 and len(events) > 10
 
 
 @pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow)])
