@@ -26,9 +26,7 @@ _LENGTH = 128  # of sequences in the question to torch
 
 
 def check_named_backend(
-    config: TransformerConfig,
-    num_context_ranks: int,
-    trainer: pl.Trainer | None,
+    config: TransformerConfig, num_context_ranks: int, trainer: pl.Trainer | None
 ) -> None:
     """Check the kernels named by a configuration, before any process group exists.
 

@@ -12,11 +12,7 @@ from megatron_lightning.strategies.checks.module import is_built_later
 
 
 def check_folder_saving(
-    options: CheckpointOptions,
-    module: pl.LightningModule,
-    trainer: pl.Trainer,
-    *,
-    has_plugin: bool,
+    options: CheckpointOptions, module: pl.LightningModule, trainer: pl.Trainer, *, has_plugin: bool
 ) -> None:
     """Check requested Hugging Face folders beside the checkpoints of this fit.
 

@@ -25,10 +25,7 @@ from megatron_lightning.lightning_internals.processes import optimizers_to_devic
 from megatron_lightning.lightning_internals.signals import note_sigterm
 from megatron_lightning.lightning_internals.trainer import attached_trainer, set_device_mesh
 from megatron_lightning.optim.gradients.data_groups import has_replicas
-from megatron_lightning.optim.optimizer_checks import (
-    check_optimizers,
-    check_stepped_tensors,
-)
+from megatron_lightning.optim.optimizer_checks import check_optimizers, check_stepped_tensors
 from megatron_lightning.optim.stepping.chained import members
 from megatron_lightning.parallel.grid.gpu_queues import (
     check_connections,
