@@ -52,7 +52,9 @@ class RolloutOptions:
             ``--accept-weights`` of all of them.
         max_staleness: Generations, at most, between the weights that a row is sampled by and its
             training. 0: none, as without generators.
-        generator_timeout_s: Seconds without an answer of any generator, before the fit ends.
+        generator_timeout_s: Seconds for a share of a generation's texts. Behind it a generator
+            counts as away, and another one is asked. Seconds without an answer of any generator,
+            before the fit ends.
 
     Raises:
         ConfigError: If a value, or the combination, cannot work.
