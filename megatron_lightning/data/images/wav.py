@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from megatron_lightning.errors import DataError
 
 _INTEGERS, _FLOATS, _EXTENSIBLE = 1, 3, 0xFFFE
-_TYPES = {
+_TYPES: Mapping[tuple[int, int], str] = {
     (_INTEGERS, 1): "u1", (_INTEGERS, 2): "<i2", (_INTEGERS, 3): "<i4", (_INTEGERS, 4): "<i4",
     (_FLOATS, 4): "<f4", (_FLOATS, 8): "<f8",
 }  # fmt: skip
