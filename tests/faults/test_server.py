@@ -306,6 +306,8 @@ def test_what_cannot_be_served_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MEGATRON_LIGHTNING_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"max_waiting_mib=1 is below max_body_mib=4"):
+        serve(ModelOptions(checkpoint=str(folder)), max_waiting_mib=1)
     with pytest.raises(ConfigError, match=r"host=0\.0\.0\.0 is reached by others"):
         serve(ModelOptions(checkpoint=str(folder)), host="0.0.0.0")
     (tmp_path / "empty").write_text("\n")

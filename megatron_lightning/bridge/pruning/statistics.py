@@ -1,10 +1,12 @@
 """Statistics of a model's layers over an evaluation's tokens: the file that ``LayerStatistics``
-writes and ``convert prune`` reads.
+writes, and ``convert prune`` and ``convert export`` read.
 
 An entry is ``path of a module/quantity``, with the path as in :class:`GPTModel`:
 
 * ``….mlp.linear_fc2/squares`` [inputs]: sums of the squares of a linear layer's inputs over tokens.
   ``amax`` []: their largest absolute value. ``tokens`` []: the number of tokens.
+* ``….experts.linear_fc1/amax`` [E], and of ``linear_fc2``: those of each expert's inputs.
+* ``….self_attention.keys/amax`` []: of keys, behind rotary. ``values``: of values.
 * ``….mlp.experts/squares`` [E]: sums of the squares of each expert's output over the expert's
   tokens, before the router weighs the output. ``tokens`` [E]: their numbers.
 * ``decoder.layers.N/cosines`` []: sum over tokens of the cosine between a block's input and output.

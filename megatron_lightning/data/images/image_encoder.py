@@ -90,8 +90,8 @@ class ImageEncoder:
         found = next((word for word in self.processor.words if word in text), None)
         if found is not None:
             raise DataError(
-                f"{where} has {found} as words, which {self.processor.name} reads as an image; "
-                "write an image as a part of the type image, and other words here"
+                f"{where} has {found} as words, which {self.processor.name} reads as a medium; "
+                f"write it as a part of the type {self._options.kind}, and other words here"
             )
 
     def check_without(
@@ -117,8 +117,9 @@ class ImageEncoder:
         self.check_words(where, text)
         if found := set(self.processor.word_ids).intersection(ids):
             raise DataError(
-                f"{where}: input_ids has id {min(found)} of an image, and a tokenized row has no "
-                "images; write the row as a conversation"
+                f"{where}: input_ids has id {min(found)} of a medium of the type "
+                f"{self._options.kind}, and a tokenized row has none; write the row as a "
+                "conversation"
             )
 
     def grown(
@@ -134,7 +135,8 @@ class ImageEncoder:
         if num_places != len(sources):
             raise DataError(
                 f"{where}: the text of the conversation has {num_places} places {placeholder} for "
-                f"{len(sources)} images; leave the place out of other words, such as tools"
+                f"{len(sources)} media of the type {self._options.kind}; leave the place out of "
+                "other words, such as tools"
             )
         self._check_kinds(sources)
         images = [self._stored(source) for source in sources]

@@ -62,7 +62,7 @@ class ImageFiles:
         address = source.address or ""
         scheme = _SCHEME.match(address)
         if scheme is None:
-            path = self.path_of(source.where, address)
+            path = self._path_of(source, address)
             try:
                 return path.read_bytes(), str(path)
             except FileNotFoundError as error:
@@ -72,45 +72,45 @@ class ImageFiles:
                 ) from error
             except OSError as error:
                 raise DataError(
-                    f"{source.where}: the image {path} cannot be read ({error.strerror})"
+                    f"{source.label} {path} cannot be read ({error.strerror})"
                 ) from error
         if scheme.group().lower() == "data:":
             return decoded_url(source.where, address), None
-        return self._downloaded(source.where, address), None
+        return self._downloaded(source, address), None
 
-    def path_of(self, where: str, name: str) -> Path:
-        """Return the path of an image in the folder.
+    def _path_of(self, source: ImageSource, name: str) -> Path:
+        """Return the path of a file in the folder.
 
         Raises:
             DataError: If it leads out of the folder, by a link as well.
         """
         if self.folder is None:
             raise DataError(
-                f"{where}: the image is named by the path {name[:80]!r}, and these rows have no "
-                "folder of images beside them; set folder of ImageOptions"
+                f"{source.label} is named by the path {name[:80]!r}, and these rows have "
+                "no folder beside them; set folder of the options"
             )
         try:
             path = (self.folder / name).resolve()
         except (ValueError, OSError) as error:
-            raise DataError(f"{where}: {name[:80]!r} is no path of an image ({error})") from error
+            raise DataError(f"{source.label} {name[:80]!r} is no path ({error})") from error
         if not path.is_relative_to(self.folder):
             raise DataError(
-                f"{where}: the image {name!r} is outside of {self.folder}; set folder of "
-                "ImageOptions to a folder that holds all images"
+                f"{source.label} {name!r} is outside of {self.folder}; set folder of the "
+                "options to one that holds all files"
             )
         return path
 
-    def _downloaded(self, where: str, address: str) -> bytes:
+    def _downloaded(self, source: ImageSource, address: str) -> bytes:
         scheme = address.partition(":")[0].lower()
         if scheme not in ("http", "https"):
             raise DataError(
-                f"{where}: the image has an address of the kind {scheme}://; write a path in the "
-                "folder of images, or a data URL"
+                f"{source.label} has an address of the kind {scheme}://; write a path in the "
+                "folder of the files, or a data URL"
             )
         if not self._remote:
             raise DataError(
-                f"{where}: the image is at {address[:80]!r}, and nothing is downloaded; set "
-                "remote=True of ImageOptions to download the images once, before the run"
+                f"{source.label} is at {address[:80]!r}, and nothing is downloaded; set "
+                "remote=True of the options to download the files once, before the run"
             )
         from urllib.request import urlopen
 
@@ -119,11 +119,11 @@ class ImageFiles:
                 data: bytes = answer.read(_MAX_DOWNLOAD + 1)
         except (OSError, ValueError) as error:
             raise MissingImageError(
-                f"{where}: the image {address[:80]!r} cannot be downloaded ({error})"
+                f"{source.label} {address[:80]!r} cannot be downloaded ({error})"
             ) from error
         if len(data) > _MAX_DOWNLOAD:
             raise DataError(
-                f"{where}: the image {address[:80]!r} has more than {_MAX_DOWNLOAD >> 20} MiB"
+                f"{source.label} {address[:80]!r} has more than {_MAX_DOWNLOAD >> 20} MiB"
             )
         return data
 
@@ -139,7 +139,7 @@ def decoded_url(where: str, url: str) -> bytes:
     if not is_medium or not head.lower().endswith(";base64"):
         raise DataError(
             f"{where}: a data URL begins with {head[:40]!r}; write data:image/png;base64,… with "
-            "the type of the image"
+            "the type of the file (data:audio/wav)"
         )
     try:
         return base64.b64decode(content, validate=True)

@@ -42,6 +42,11 @@ class ImageSource:
     kind: str = "image"
     """``image``, or ``audio`` for a sound."""
 
+    @property
+    def label(self) -> str:
+        """Row, message and kind, for messages."""
+        return f"{self.where}: the {self.kind}"
+
 
 class RowImages:
     """Images of a row, in the order of their places.
@@ -68,14 +73,14 @@ class RowImages:
             return content
         tag = TAG if self._kind == "image" else SOUND_TAG
         for _ in range(content.count(tag)):
-            self._place_next(index)
+            self._place_next(index, self._kind)
         return content.replace(tag, IMAGE)
 
     def part(self, index: int, part: Mapping[str, Any]) -> str:
         """Return the character in the place of a part with an image."""
         value = next((part[key] for key in _KEYS if part.get(key) is not None), None)
         if value is None:
-            self._place_next(index)
+            self._place_next(index, TYPES[part["type"]])
         else:
             self._add(index, value, TYPES[part["type"]])
         return IMAGE
@@ -85,11 +90,11 @@ class RowImages:
         """Number of images of the column without a place."""
         return len(self._left)
 
-    def _place_next(self, index: int) -> None:
+    def _place_next(self, index: int, kind: str) -> None:
         if not self._left:
             raise DataError(
-                f"{self._where}: message {index} has a place for an image, and no image is left "
-                f"for it in {self._column or 'the row'}; add the image, or remove the place"
+                f"{self._where}: message {index} has a place for a medium, and none is left for "
+                f"it in {self._column or 'the row'}; add the {kind}, or remove the place"
             )
         self._add(index, self._left.popleft(), self._kind)
 

@@ -70,6 +70,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
     _check_installed()
     key = _api_key(api_key_file)
     _check_address(host, key)
+    _check_bytes(max_body_mib, max_waiting_mib)
     _check_weights(accept_weights, key, model)
     job = ModelJob(model)
     job.check()
@@ -183,6 +184,15 @@ def _check_address(host: str, key: str | None) -> None:
         raise ConfigError(
             f"host={host} is reached by others, and there is no API key. Set {_KEY} or "
             "api_key_file, or host to 127.0.0.1."
+        )
+
+
+def _check_bytes(body: float, waiting: float) -> None:
+    if waiting < body:
+        raise ConfigError(
+            f"max_waiting_mib={waiting:g} is below max_body_mib={body:g}, so that a server without "
+            "any request would refuse a body that it allows. Set max_waiting_mib to "
+            f"{body:g} or more, or max_body_mib lower."
         )
 
 

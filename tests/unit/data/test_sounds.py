@@ -175,6 +175,8 @@ def test_what_cannot_be_heard_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     refused("need image_processor", [part(short)], audio=None, images=ImageOptions())
     refused("set images of FinetuneDataModule", [{"type": "image", "image": "a.png"}])
     refused("there is no audio", [part("none.wav")])
+    refused("the audio '../none.wav' is outside of", [part("../none.wav")])
+    refused("add the audio, or remove", [{"type": "audio"}])
     refused("<\\|AUDIO\\|> as words", [{"type": "text", "text": "<|AUDIO|>"}])
     with pytest.raises(ConfigError, match="both set"):
         FinetuneDataModule("a", sequence_length=8, batch_size=1, images={}, audio={})  # type: ignore[arg-type]
