@@ -89,7 +89,7 @@ def _on_meta(folder: Path, kinds: Sequence[str], *, trusts: bool) -> Any:
 
 def _text_config(model: Any, folder: Path) -> TransformerConfig:
     """Return the configuration of the :class:`GPTModel` with the sizes of the text model."""
-    import transformers
+    transformers = require("transformers", HF_FOLDER)
 
     prefix, text = _text_model(model)
     shapes = {f"model.{name}": tuple(p.shape) for name, p in text.named_parameters()}

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from megatron_lightning.optional import require
+
 _KNOWN = (
     "torch.", "transformers.", "megatron_lightning.", "peft.", "liger_kernel.", "bitsandbytes.",
     "torchao.", "accelerate.", "flash_attn.", "causal_conv1d.", "mamba_ssm.", "fla.", "kernels.",
@@ -40,6 +42,7 @@ def attention_functions(config: Any) -> Iterator[tuple[str, Any]]:
     name = getattr(config, "_attn_implementation", None)
     if not isinstance(name, str):
         return
+    require("transformers", "a model of transformers")
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
