@@ -41,7 +41,7 @@ def is_gpt_module(module: object) -> TypeGuard[GPTLightningModule]:
 
 def is_indexed_data(data: object) -> TypeGuard[IndexedDataModule]:
     """Return whether the data are indexed files."""
-    return isinstance(data, _imported("indexed_data", "IndexedDataModule"))
+    return isinstance(data, _imported("data_modules.indexed_data_module", "IndexedDataModule"))
 
 
 def is_objective(module: object) -> TypeGuard[ObjectiveModule]:

@@ -514,3 +514,12 @@ def test_make_lists_the_commands_that_the_documents_name() -> None:
         "gpu-bench",
     } <= targets
     assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_kinds_that_are_looked_for_exist() -> None:
+    """A class named by its path must be there, or a check would pass over its objects."""
+    source = (ROOT / "strategies/checks/kinds.py").read_text()
+    names = re.findall(r'_imported\(\s*"([\w.]+)", "(\w+)"', source)
+    assert len(names) > 8
+    for module, kind in names:
+        assert hasattr(importlib.import_module(f"megatron_lightning.modules.{module}"), kind)
