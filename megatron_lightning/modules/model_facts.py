@@ -27,7 +27,6 @@ from megatron_lightning.data.rows.row_costs import CostTable, RowCosts
 from megatron_lightning.errors import CheckpointError, ConfigError, DataError
 from megatron_lightning.file_names import GENERATION_CONFIG
 from megatron_lightning.planning.document_costs import image_operations, text_operations
-from megatron_lightning.recipe_reading.image_models import trained_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +166,9 @@ class ModelFacts:
         """
         config, tower = self.config, None
         if config is None and self.folder is not None:
+            # Its import of all layers takes longer than all that `data show` does.
+            from megatron_lightning.recipe_reading.image_models import trained_model
+
             with self.folder.files() as folder:
                 found = trained_model(folder, trusts=self.folder.trust_remote_code)
             config, tower = found or (None, None)
