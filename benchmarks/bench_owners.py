@@ -1,4 +1,4 @@
-"""What owners of full tensors cost in a step: Adafactor compared with AdamW.
+"""Cost of owners of full tensors in a step: Adafactor compared with AdamW.
 
     python -m benchmarks.bench_owners                    # ten rounds, minutes; writes results/
     python -m benchmarks.bench_owners --rounds 2 --quick # does it run?

@@ -310,7 +310,7 @@ class Run:
             self._training.accumulation.written.expect()
 
     def follow_load(self) -> None:
-        """Tell the participants that weights were loaded from a checkpoint. A collective."""
+        """Notify the participants of weights loaded from a checkpoint. A collective."""
         self._notes.clear()
         if self._steps is not None:
             self._steps.participants.loaded()

@@ -1,1 +1,1 @@
-"""Faults on purpose, to rehearse what a long run meets."""
+"""Faults on purpose, to rehearse a long run."""

@@ -1,4 +1,4 @@
-"""Kinds of faults, their moment and rank, and what each does to a process."""
+"""Kinds of faults, with moment, rank and effect on a process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FaultKind = Literal[
     "exception", "kill", "hang", "slow", "nan", "full_disk", "hanging_disk", "sigterm", "sigusr1"
 ]
 LASTING = ("slow", "nan", "full_disk", "hanging_disk")
-"""Kinds that last for some steps. All others happen once."""
+"""Kinds that last for several steps. The other kinds happen once."""
 SIGNALS: Mapping[str, int] = MappingProxyType(
     {"kill": signal.SIGKILL, "sigterm": signal.SIGTERM, "sigusr1": signal.SIGUSR1}
 )
@@ -30,7 +30,7 @@ _STANDARD_STREAMS = 2  # descriptors up to here are no files of the run
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault of a run."""
+    """A fault of a run."""
 
     kind: FaultKind
     """``exception``, ``kill`` (SIGKILL), ``hang`` (the main thread waits forever), ``slow``,
@@ -126,7 +126,7 @@ def disk_fault(kind: FaultKind) -> Iterator[None]:
 
 @dataclass
 class _Failing:
-    """A function of ``os`` that fails until the fault is over."""
+    """A function of ``os``, failing until the fault is over."""
 
     kind: FaultKind
     function: Callable[..., Any]

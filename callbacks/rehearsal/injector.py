@@ -22,11 +22,11 @@ from megatron_lightning.resilience.failure import print_message
 
 
 class FaultInjector(pl.Callback):
-    """Let ranks fail on purpose, to rehearse what your run, its launcher and its file system do.
+    """Make ranks fail on purpose, to rehearse run, launcher and file system.
 
     Each fault happens once: a line in ``injected_faults.jsonl`` of the folder, written before the
-    fault, keeps a restarted run from it. Delete the file to rehearse again. Every rank draws the
-    same steps and ranks from the seed.
+    fault, keeps a restarted run from the fault. Delete the file to rehearse again. Every rank draws
+    the same steps and ranks from the seed.
 
     Args:
         faults: The faults. ``nan`` makes the gradient of the first trained parameter of the rank
@@ -54,7 +54,7 @@ class FaultInjector(pl.Callback):
         return self.__dict__ | {"_lasting": {}}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Draw the faults of this rank that have not happened yet."""
+        """Draw this rank's faults, without the faults noted already."""
         drawn = [
             fault.drawn(random.Random(f"{self.seed}/{index}"), trainer.world_size)
             for index, fault in enumerate(self.faults)
@@ -69,7 +69,7 @@ class FaultInjector(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """End faults that have lasted, and begin those of this step."""
+        """End faults at the end of their steps, and begin this step's."""
         step = trainer.global_step
         for index, (fault, undo) in list(self._lasting.items()):
             if step >= fault.first_step + fault.num_steps:
@@ -122,7 +122,7 @@ class FaultInjector(pl.Callback):
         return Path(self.folder or trainer.default_root_dir) / INJECTED_FAULTS
 
     def _happened(self, trainer: pl.Trainer) -> set[int]:
-        """Return the positions of faults that this rank has noted."""
+        """Return the positions of the faults noted by this rank."""
         path = self._path(trainer)
         lines = path.read_text().splitlines() if path.exists() else []
         notes = map(json.loads, lines)

@@ -22,9 +22,10 @@ _BLOCK = re.compile(r"(|.+\.)decoder\.layers\.\d+")
 
 
 class LayerStatistics(pl.Callback):
-    """Write the statistics that ``megatron-lightning convert prune`` reads: sums over the tokens of
-    ``validate`` of the squares of linear layers' inputs, of experts' outputs, and of the cosines of
-    blocks. They are equal on every layout. Padding at the end of rows does not count.
+    """Write statistics for ``megatron-lightning convert prune`` and ``convert export``: sums over
+    the tokens of ``validate`` of squares of linear layers' inputs, squares of experts' outputs, and
+    cosines of blocks, and the largest inputs, keys and values. Equal on every layout. Padding at
+    the end of rows does not count.
 
     The model is a ``GPTModel``.
 

@@ -1,4 +1,4 @@
-"""Sums over tokens of what a rank's layers of :class:`GPTModel` see, without padding."""
+"""Sums over a rank's tokens in layers of :class:`GPTModel`, without padding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Division(NamedTuple):
     divides_sequence: bool
     """Whether blocks get a part of the positions each."""
     specs: Mapping[str, ShardSpec]
-    """Parameter -> its part on this rank. Empty: all parameters are full."""
+    """Parameter -> this rank's part. Empty: all parameters are full."""
 
 
 class LayerSums:
@@ -62,7 +62,7 @@ class LayerSums:
         self._hooks.close()
 
     def add(self, path: str, quantity: str, value: Tensor) -> None:
-        """Add a sum. ``amax``: take the larger one."""
+        """Add a sum. ``amax``: take the larger value."""
         if not self._is_recording():
             return
         key = f"{path.removeprefix(self._prefix)}/{quantity}"
@@ -141,7 +141,7 @@ class _Block(ExitStack):
         return (hidden.masked_fill(~self._mask_of(hidden)[..., None], 0.0), *others), kwargs
 
     def _cached(self, path: str, core: nn.Module, args: Any) -> None:
-        """Take the amax of what a cache would hold: keys behind rotary, and values."""
+        """Take the amax of a cache's entries: keys behind rotary, and values."""
         attention = path.rpartition(".")[0]
         for kind, x in zip(("keys", "values"), args[1:3], strict=True):
             if x is not None:
@@ -149,7 +149,7 @@ class _Block(ExitStack):
                 self._sums.add(f"{attention}.{kind}", "amax", _amax(counted))
 
     def _count(self, path: str, layer: nn.Module, args: Any) -> None:
-        """Learn which rows of experts are no padding, and whose they are."""
+        """Learn the owners of experts' rows, and the rows of padding."""
         rows, counts = args
         expert = torch.arange(len(counts), device=rows.device).repeat_interleave(counts)
         self._rows = rows.detach().ne(0).any(-1), expert
@@ -188,7 +188,7 @@ class _Block(ExitStack):
         return 1 / self._division.tp.size if x.shape[0] == self._length else 1.0
 
     def _mask_of(self, x: Tensor) -> Tensor:
-        """Return the tokens [s, b] of an activation [s, b, …] that are no padding."""
+        """Return the tokens [s, b] of an activation [s, b, …] without padding."""
         if self._mask is None:
             return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         if x.shape[0] == len(self._mask):

@@ -1,3 +1,3 @@
-"""``megatron-lightning verify-card``: what holds for a model's folder, with the command that shows
-it again. The header and the reader of every kept record are here, too.
+"""``megatron-lightning verify-card``: verified claims about a model's folder, each with the
+command to verify again. The header and the reader of every kept record are here, too.
 """

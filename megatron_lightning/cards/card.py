@@ -1,7 +1,7 @@
-"""A card: a header and items, each with its command, what was expected and what was measured.
+"""A card: a header and items, each with a command, an expected and a measured value.
 
-:func:`problems` is the validator. It runs before a card is written and after it was read: nothing
-passes without a measured value within its tolerance.
+:func:`problems`, the validator, runs before a card is written and after a card was read: nothing
+passes without a measured value within the tolerance.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ ITEMS: Mapping[str, str] = {
 }
 """Kinds of items -> claim. ``fit`` is followed by a layout: ``fit:tp2``."""
 OF_CARD = ("model", "revision", "reduced")
-"""Fields of a card's header, beside those of every header."""
+"""Fields of a card's header, beside the common fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A claim and its measurement."""
+    """A claim and the measurement."""
 
     id: str
     """One of :data:`ITEMS`; ``fit:LAYOUT``."""
@@ -50,7 +50,7 @@ class Item:
     why: str = ""
     """Reason for a failure or a skip."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Further values, which show that the comparison says something."""
+    """Further values, to show a meaningful comparison."""
     seconds: float = 0.0
 
 
@@ -67,7 +67,7 @@ class Card:
         return [item.id for item in self.items if item.status == "failed"]
 
     def values(self) -> dict[str, Any]:
-        """Return plain values, as YAML and JSON hold them.
+        """Return the values of YAML and JSON.
 
         Raises:
             DataError: If the validator refuses the card.
@@ -88,10 +88,10 @@ class Card:
 
 
 def read_card(path: str | Path) -> Card:
-    """Return a card that was written.
+    """Return a written card.
 
     Raises:
-        DataError: If the file is no card, or the validator refuses it.
+        DataError: If the file is no card, or a card refused by the validator.
     """
     values = read_record(path)
     check(values, str(path))
@@ -102,7 +102,7 @@ def check(values: Mapping[str, Any], name: str) -> None:
     """Check a card's plain values.
 
     Raises:
-        DataError: Naming what the validator refuses.
+        DataError: Naming every refused value.
     """
     found = list(problems(values))
     if found:
@@ -117,7 +117,7 @@ def kind_of(item: str) -> str:
 
 
 def problems(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what contradicts the schema in a card's plain values."""
+    """Yield contradictions between a card's plain values and the schema."""
     header, items = values.get("header"), values.get("items")
     if not isinstance(header, Mapping) or not isinstance(items, list):
         yield "a card has a header and a list of items"

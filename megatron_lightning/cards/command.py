@@ -1,4 +1,4 @@
-"""``megatron-lightning verify-card``: verify a model, and keep what was found."""
+"""``megatron-lightning verify-card``: verify a model, and keep the findings."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ def verify_card(
 ) -> tuple[str, bool]:
     """Verify a model of the Hub, and write a card. Exit with 1 if an item failed.
 
-    The card says what was expected, measured and tolerated, and which command reruns each item.
-    Items: folder (tensors come back), logits (those of transformers), fit:LAYOUT and lora (losses
-    and gradient norms of one process), resume (on another layout), merge (logits of peft), text
-    (the engine beside transformers).
+    The card has expected and measured values, tolerances, and a command for each item. Items:
+    folder (tensors come back), logits (as transformers), fit:LAYOUT and lora (losses and gradient
+    norms as one process), resume (on another layout), merge (logits as peft), text (the engine
+    beside transformers).
 
     Args:
-        model: A folder, a Hub id, or ID@REVISION. Or a card (.yaml), which is checked and shown.
+        model: A folder, a Hub id, or ID@REVISION. Or a card (.yaml), to check and show.
         layouts: Layouts to train on, such as tp2, tp2-pp2 or fsdp. Default: tp2, pp2 and zero1.
-        reference: What the logits must be, instead of those of transformers on the same folder:
-            another folder or Hub id, also as FOLDER@REVISION, or recorded logits (.json).
+        reference: Expected logits, in the place of transformers on the same folder: another folder
+            or Hub id, also as FOLDER@REVISION, or recorded logits (.json).
         item: Measure these items alone.
         reduced: Train 4 layers with random weights. folder and logits still read the whole folder.
         output: Folder of the card's YAML and page.
         revision: Branch, tag or commit of the Hub id.
-        family: Rules for a GPTModel, by name or class path. Default: those of the architecture.
+        family: Rules for a GPTModel, by name or class path. Default: the architecture's.
         trust_remote_code: Whether code in the folder may run.
-        json: Print the card as JSON, in place of its page.
+        json: Print the card as JSON, in the place of the page.
 
     Returns:
         The text, and whether no item has failed.
@@ -111,7 +111,7 @@ def make_card(
         is_reduced: Whether trained models are reduced.
         family: Rules for a GPTModel, by name or class path.
         command: Command line, without layouts and items.
-        note: What else was reduced.
+        note: Further reductions.
         run: Runs a training on its ranks.
 
     Raises:
@@ -142,7 +142,7 @@ def make_card(
 
 
 def file_name(model: str, items: Iterable[str] = ()) -> str:
-    """Return the name of a card's files, without a suffix. A card of some items has another."""
+    """Return the name of a card's files, without a suffix. A card of a few items has another."""
     parts = [*Path(model).parts[-2:]] if not Path(model).is_dir() else [Path(model).resolve().name]
     return "_".join([*parts, *(item.replace(":", "-") for item in items)])
 

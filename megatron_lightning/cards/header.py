@@ -1,8 +1,8 @@
-"""The header of every kept record: cards, pages of benchmarks, records of GPUs. And its reader.
+"""The header of every kept record: cards, pages of benchmarks, records of GPUs. And the reader.
 
 A header is a mapping of plain values: schema, date, commit, machine, versions and command. A card
-names model, revision and reductions beside them. YAML and JSON hold it under ``header``, a page
-between two lines of dashes at its top.
+names model, revision and reductions, too. YAML and JSON hold the header under ``header``, a page
+between two lines of dashes at the top.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _FENCE = "---\n"
 
 
 def describe(command: str | None = None) -> dict[str, Any]:
-    """Return the header of a record that begins now.
+    """Return the header of a record beginning now.
 
     Args:
-        command: The command line. None: that of this process.
+        command: The command line. None: this process's.
     """
     return {
         "schema": SCHEMA,
@@ -74,8 +74,8 @@ def headline(header: Mapping[str, Any]) -> str:
 
 
 def commit(*folders: str) -> str | None:
-    """Return the checkout's commit, marked if a file of ``folders`` differs from it. None: this
-    package is not part of a checkout.
+    """Return the checkout's commit, marked if a file of ``folders`` differs. None: this package is
+    not part of a checkout.
     """
     try:
         # A virtual environment may lie in another project's checkout.
@@ -88,7 +88,7 @@ def commit(*folders: str) -> str | None:
 
 
 def with_header(page: str, header: Mapping[str, Any]) -> str:
-    """Return a page in Markdown that begins with its header."""
+    """Return a page in Markdown, with the header first."""
     return f"{_FENCE}{dump(header)}{_FENCE}\n{page}"
 
 
@@ -101,7 +101,7 @@ def dump(values: Mapping[str, Any]) -> str:
 
 
 def read_record(path: str | Path) -> dict[str, Any]:
-    """Return a kept record, with its ``header``: a card, a page, or the numbers of a benchmark.
+    """Return a kept record, with the ``header``: a card, a page, or the numbers of a benchmark.
 
     Raises:
         DataError: If the file cannot be read, or has no header of a known schema.

@@ -1,4 +1,4 @@
-"""The items of a card: what each one compares."""
+"""The items of a card, and the comparison in each."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _EXACT = "nothing is rounded on the way"
 
 
 class SkippedError(Exception):
-    """An item that cannot be measured here. The message says why."""
+    """An item without a measurement here. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Verification:
 
     Args:
         subject: The model, for folder and logits.
-        trained: The model that the other items train and ask, the same or a reduced one.
+        trained: The model of the other items, the same or reduced.
         layouts: Names of the layouts.
         work: Folder for checkpoints and merged models.
-        reference: What logits are compared with. None: transformers on the same folder.
-        family: Rules for a GPTModel, by name or class path. None: those of the architecture.
-        run: Runs a training on its ranks. It raises ConfigError for a refused layout.
+        reference: Expected logits. None: transformers on the same folder.
+        family: Rules for a GPTModel, by name or class path. None: the architecture's.
+        run: Runs a training on a layout's ranks. Raises ConfigError for a refused layout.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class Verification:
 
     @cached_property
     def _why_no_gpt(self) -> str | None:
-        """Why the folder is no GPTModel: no rules, or a setting. None: it is one, and a later
-        refusal is a fault of its rules.
+        """Why the folder is no GPTModel: no rules, or a setting. None: the folder is a
+        GPTModel, and a later refusal is a fault of the rules.
         """
         try:
             self._subject.bridge(self._family).to_config()
@@ -334,7 +334,7 @@ def _farthest(
 
 
 def _beside(curve: Curve, alone: Curve) -> Finding:
-    """Compare losses and gradient norms with those of one process."""
+    """Compare losses and gradient norms with one process."""
     found, expected = (
         torch.tensor([one.losses, one.norms], dtype=torch.float64) for one in (curve, alone)
     )

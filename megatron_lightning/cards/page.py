@@ -10,7 +10,7 @@ from megatron_lightning.cards.header import headline, with_header
 
 
 def page_of(card: Card) -> str:
-    """Return a card as a page in Markdown, with the header at its top."""
+    """Return a card as a page in Markdown, with the header at the top."""
     return with_header("\n".join(_lines(card)) + "\n", card.header)
 
 

@@ -1,4 +1,4 @@
-"""The model of a card: its folder, its revision, a reduced copy, and what it is compared with."""
+"""The model of a card: folder, revision, a reduced copy, and expected logits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Subject:
     """A model to verify."""
 
     name: str
-    """As the user wrote it."""
+    """As written by the user."""
     path: Path
     revision: str
     """Commit of the Hub, or a digest of all files of a folder."""
@@ -97,11 +97,11 @@ class RecordedLogits:
 
 
 def reference_of(text: str | None, *, trusts: bool) -> Subject | RecordedLogits | None:
-    """Return what ``--reference`` names: recorded logits (``.json``), or another folder or Hub id,
-    also as ``FOLDER@REVISION``.
+    """Return the reference named by ``--reference``: recorded logits (``.json``), or another folder
+    or Hub id, also as ``FOLDER@REVISION``.
 
     Raises:
-        ConfigError: If a folder's revision is not the digest that the reference names.
+        ConfigError: If a folder's revision is not the digest in the reference.
         DataError: If recorded logits have another form.
         MissingCheckpointError: If there is no such folder.
     """
@@ -133,7 +133,7 @@ def digest_of(folder: Path) -> str:
 
 def reduce_model(subject: Subject, target: Path) -> tuple[Subject, str]:
     """Write a folder with the first layers of a model's configuration and random weights, and
-    return it with what was reduced.
+    return the folder with the reductions.
     """
     config = subject.bridge().config
     num_layers = int(config.num_hidden_layers)
@@ -155,7 +155,7 @@ def reduce_model(subject: Subject, target: Path) -> tuple[Subject, str]:
 
 
 def dropouts_of(config: Any) -> dict[str, float]:
-    """Return the entries of a configuration that make training random, as zeros."""
+    """Return the dropouts of a configuration, as zeros."""
     return {
         name: 0.0
         for name, value in config.to_dict().items()
@@ -164,6 +164,6 @@ def dropouts_of(config: Any) -> dict[str, float]:
 
 
 def _split(text: str) -> tuple[str, str | None]:
-    """Return name and revision of ``NAME@REVISION``. A folder may have an @ in its name."""
+    """Return name and revision of ``NAME@REVISION``. A folder's name may have an @."""
     name, at, revision = text.rpartition("@")
     return (text, None) if not at or Path(text).exists() else (name, revision)

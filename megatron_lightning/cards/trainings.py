@@ -1,8 +1,8 @@
-"""The trainings of a card, each in processes of its own.
+"""The trainings of a card, each in separate processes.
 
-``python -m megatron_lightning.cards.trainings JOB`` runs one. JOB is a JSON file of :class:`Job`.
-Rank 0 writes losses and gradient norms, or the error, beside it. A layout that fails, hangs or
-needs too much memory costs its own item alone.
+``python -m megatron_lightning.cards.trainings JOB`` runs a training. JOB is a JSON file of
+:class:`Job`. Rank 0 writes losses and gradient norms, or the error, beside JOB. A layout with a
+failure, a hang or too little memory costs the layout's item alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "G
 
 
 class FitError(RuntimeError):
-    """A training that did not end well. The message says how."""
+    """A failed training. The message says how."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class _Recorder(pl.Callback):
 
 
 def run_job(job: Job) -> Curve:
-    """Run a training in new processes, and return what it logged.
+    """Run a training in new processes, and return the logged values.
 
     Raises:
         ConfigError: If the layout, or the model in it, is refused.
@@ -150,7 +150,7 @@ def train(job: Job) -> Curve:
 
 
 def main() -> None:
-    """Run the job that the command line names."""
+    """Run the job named on the command line."""
     path = Path(sys.argv[1])
     found: dict[str, Any]
     try:

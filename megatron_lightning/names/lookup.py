@@ -27,7 +27,7 @@ class Name(NamedTuple):
     here: str
     """Option, callback, command, class or words. :data:`ALWAYS`. "": not available."""
     value: str = ""
-    """Value that the option here takes. "": the value of the old option."""
+    """Value of the option here. "": the value of the old option."""
     note: str = ""
     """More to know, or why there is no such thing."""
     theme: str = ""
@@ -103,8 +103,8 @@ def option_named(word: str) -> Name | None:
 
 
 def answers(words: Sequence[str]) -> str:
-    """Return sentences about the words that are options of Megatron. "": none is. Options that
-    argparse completes (``--seed``) are left out.
+    """Return sentences about options of Megatron among the words. "": there are none. Options
+    completed by argparse (``--seed``) are left out.
     """
     found = {word.partition("=")[0]: option_named(word) for word in words}
     return "; ".join(
@@ -115,7 +115,7 @@ def answers(words: Sequence[str]) -> str:
 
 
 def answer_for_command(command: str) -> str:
-    """Return what a command of Megatron, Bridge or NeMo is here. "": there is none."""
+    """Translate a command of Megatron, Bridge or NeMo. "": there is none."""
     from megatron_lightning.names.others import COMMANDS
 
     found = _by_name(COMMANDS).get(_key(command))
@@ -123,7 +123,7 @@ def answer_for_command(command: str) -> str:
 
 
 def answer_for_attribute(name: str) -> str:
-    """Return what a class or function of Megatron, Bridge or NeMo is here. "": there is none."""
+    """Translate a class or function of Megatron, Bridge or NeMo. "": there is none."""
     from megatron_lightning.names.others import ATTRIBUTES
 
     found = _by_name(ATTRIBUTES).get(name)
@@ -131,8 +131,8 @@ def answer_for_attribute(name: str) -> str:
 
 
 def answer_for_argument(name: str) -> str:
-    """Return what an argument of Megatron's configurations or of NeMo's ``MegatronStrategy`` is
-    here. "": there is none.
+    """Translate an argument of Megatron's configurations or of NeMo's ``MegatronStrategy``. "":
+    there is none.
     """
     from megatron_lightning.names.others import ARGUMENTS
 

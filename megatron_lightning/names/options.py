@@ -1,7 +1,7 @@
 """Options of Megatron-LM's ``pretrain_gpt.py`` and of torchrun beside options of ``fit``.
 
 A row is ``old name | here | note``. ``here`` is an option, an option and its value, a callback,
-"always" for what needs no option, or "-" for what does not exist. The note of "-" says why.
+"always" where no option is needed, or "-" where nothing exists. The note of "-" says why.
 """
 
 from __future__ import annotations

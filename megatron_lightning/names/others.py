@@ -1,6 +1,6 @@
 """Commands, classes, functions, tokenizer types, and arguments of NeMo's ``MegatronStrategy``.
 
-Rows are those of ``options``: ``old name | here | note``. Names here are bare, so that a row reads
+Rows are as in ``options``: ``old name | here | note``. Names here are bare, so that a row reads
 as the answer's words.
 """
 

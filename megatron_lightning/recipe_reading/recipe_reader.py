@@ -84,14 +84,7 @@ def read_recipe(
     accumulated = _count(runs, "trainer.accumulate_grad_batches", errors)
     batch_size = _batch_size(data, layout, ranks, accumulated, errors)
     if tower is not None:
-        number = sequence_length if image_tokens is None else image_tokens
-        if not 0 <= number <= sequence_length:
-            errors.add(
-                f"--image-tokens is {number}, and a sample has {sequence_length} tokens "
-                "(data.sequence_length) with those of its images. Set it from 0 to "
-                f"{sequence_length}."
-            )
-        tower = replace(tower, image_tokens=number)
+        tower = _with_images(tower, image_tokens, sequence_length, errors)
     elif image_tokens is not None and model is not None:
         errors.add(
             f"--image-tokens is {image_tokens}, and the model reads no images. Leave it out."
@@ -122,6 +115,20 @@ def read_recipe(
     if isinstance(model, TransformerConfig):
         return Recipe(model=model, tower=tower, **run)
     return MeasuredRecipe(model=model, **run)
+
+
+def _with_images(
+    tower: TowerSizes, image_tokens: int | None, sequence_length: int, errors: Errors
+) -> TowerSizes:
+    """Return a tower with the tokens of a sample's images. None: all tokens."""
+    number = sequence_length if image_tokens is None else image_tokens
+    if not 0 <= number <= sequence_length:
+        errors.add(
+            f"--image-tokens is {number}, and a sample has {sequence_length} tokens "
+            "(data.sequence_length) with those of its images. Set it from 0 to "
+            f"{sequence_length}."
+        )
+    return replace(tower, image_tokens=number)
 
 
 def _batch_size(

@@ -174,8 +174,8 @@ def check_context(
     """
     if is_finetune_data(data) and data.images is not None:
         raise ConfigError(
-            f"context_parallel_size is {options.layout.cp}, and images of {type(data).__name__} is "
-            "set: the entries of images are not divided among ranks that share rows. Set "
+            f"context_parallel_size is {options.layout.cp}, and {type(data).__name__} reads images "
+            "or sounds, whose entries are not divided among ranks that share rows. Set "
             "context_parallel_size to 1; tensor parallelism divides long rows, too."
         )
     sequence_dims_of(module, data)

@@ -133,7 +133,7 @@ class Training:
         return precision
 
     def _print_division(self) -> None:
-        """Say how ranks divide the optimizers."""
+        """Print how ranks divide the optimizers."""
         division = self.accumulation.division
         traffic = self.accumulation.owner_traffic()
         if division.whole or traffic.num_sent:

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -19,6 +20,7 @@ from megatron_lightning.peft import LoRA, VeRA
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.hf_weights import from_llama
 from tests.helpers.layouts import tiny_config
+from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
 VOCABULARY, STEPS, BATCH = 128, 4, 4
@@ -26,6 +28,7 @@ PROJECTIONS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "do
 _OURS = ["linear_qkv.adapters.q", "linear_qkv.adapters.k", "linear_qkv.adapters.v"]
 _OURS += ["linear_proj.adapters.all"]
 _OURS += ["linear_fc1.adapters.gate", "linear_fc1.adapters.up", "linear_fc2.adapters.all"]
+TOKENS = torch.arange(24).view(2, 12) * 5 % VOCABULARY
 TEXT = torch.randint(0, VOCABULARY, (STEPS * BATCH, 17), generator=torch.Generator().manual_seed(1))
 CONFIG = tiny_config(
     num_layers=4,
@@ -188,3 +191,28 @@ def train(
     if folder:
         fit.save_checkpoint(f"{folder}/{kind}.ckpt")
     return record.losses, record.norms
+
+
+def check_trained_as_by_peft(kind: str, layout: tuple[int, int, Any], method: Any) -> None:
+    """Compare the training of a model on a layout (ranks, replicas, options) with stock ``peft``
+    in one process.
+    """
+    world, data, options = layout
+    [(losses, norms)] = run_ranks(1, _train, "peft", None, 1, method)
+    ranks = run_ranks(world, _train, kind, options, data, method, timeout_s=110)
+    own = [sum(rank[0][step] for rank in ranks) / world for step in range(len(losses))]
+    # fp32, sums in another order; SGD does not amplify them.
+    assert own == pytest.approx(losses, rel=1e-6)
+    for _, own_norms in ranks:
+        assert own_norms == pytest.approx(norms, rel=2e-6)
+
+
+def _train(kind: str, options: Any, data: int, method: Any) -> tuple[list[float], list[float]]:
+    return train("", kind, options, data, lora=method)
+
+
+def logits_of(model: Any) -> Tensor:
+    """Return the logits of fixed tokens."""
+    with torch.no_grad():
+        out = model(TOKENS)
+    return out if isinstance(out, Tensor) else out.logits

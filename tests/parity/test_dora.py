@@ -15,12 +15,18 @@ from megatron_lightning.checkpoint import read_full
 from megatron_lightning.peft import LoRA, load_adapters, merge_adapters
 from megatron_lightning.peft.folder import write_folder
 from megatron_lightning.peft.saved import adapters_of_module
-from tests.helpers.adapted import VOCABULARY, adapted_gpt, adapted_llama, llama, train
+from tests.helpers.adapted import (
+    adapted_gpt,
+    adapted_llama,
+    check_trained_as_by_peft,
+    llama,
+    logits_of,
+    train,
+)
 from tests.helpers.ranks import run_ranks
 from tests.parity.test_lora import LAYOUTS
 
 DORA = LoRA(use_dora=True)
-TOKENS = torch.arange(24).view(2, 12) * 5 % VOCABULARY
 _USUAL = [("gpt", "tp-sp"), ("llama", "fsdp")]
 
 
@@ -38,20 +44,7 @@ def _train(kind: str, options: Any, data: int, folder: str = "") -> Any:
     ],
 )
 def test_dora_trains_as_in_stock_peft(kind: str, layout: str) -> None:
-    [(losses, norms)] = run_ranks(1, _train, "peft", None, 1)
-    world, data, options = LAYOUTS[layout]
-    ranks = run_ranks(world, _train, kind, options, data, timeout_s=110)
-    own = [sum(rank[0][step] for rank in ranks) / world for step in range(len(losses))]
-    # fp32, sums in another order; SGD does not amplify them.
-    assert own == pytest.approx(losses, rel=1e-6)
-    for _, own_norms in ranks:
-        assert own_norms == pytest.approx(norms, rel=2e-6)
-
-
-def _logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        out = model(TOKENS)
-    return out if isinstance(out, torch.Tensor) else out.logits
+    check_trained_as_by_peft(kind, LAYOUTS[layout], DORA)
 
 
 @pytest.mark.spread(1)
@@ -67,12 +60,12 @@ def test_folders_and_merges_are_those_of_peft(kind: str, tmp_path: Path) -> None
     _, saved = adapters_of_module(model)
     write_folder(tmp_path / "folder", saved)
     theirs = PeftModel.from_pretrained(llama(), tmp_path / "folder")
-    expected = _logits(theirs)
-    assert (_logits(model) - expected).abs().max() < 2e-6  # fp32
+    expected = logits_of(theirs)
+    assert (logits_of(model) - expected).abs().max() < 2e-6  # fp32
     again: Any = {"gpt": adapted_gpt, "llama": adapted_llama}[kind](DORA)
     load_adapters(again, tmp_path / "folder")
-    assert torch.equal(_logits(again), _logits(model))
-    merged, alone = _logits(merge_adapters(model)), _logits(theirs.merge_and_unload())
+    assert torch.equal(logits_of(again), logits_of(model))
+    merged, alone = logits_of(merge_adapters(model)), logits_of(theirs.merge_and_unload())
     assert (merged - alone).abs().max() < 2e-6
     assert (merged - expected).abs().max() < 5e-6  # another order of operations
 

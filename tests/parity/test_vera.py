@@ -13,12 +13,18 @@ pytest.importorskip("peft", "0.21")
 
 from megatron_lightning.checkpoint import read_full
 from megatron_lightning.peft import VeRA, load_adapters, merge_adapters, save_adapters
-from tests.helpers.adapted import VOCABULARY, adapted_gpt, adapted_llama, llama, train
+from tests.helpers.adapted import (
+    adapted_gpt,
+    adapted_llama,
+    check_trained_as_by_peft,
+    llama,
+    logits_of,
+    train,
+)
 from tests.helpers.ranks import run_ranks
 from tests.parity.test_lora import LAYOUTS
 
 VERA = VeRA(r=12, projection_prng_key=3)
-TOKENS = torch.arange(24).view(2, 12) * 5 % VOCABULARY
 MODELS: dict[str, Any] = {"gpt": adapted_gpt, "llama": adapted_llama}
 _USUAL = [("gpt", "tp-sp"), ("gpt", "pp"), ("llama", "fsdp")]
 
@@ -37,20 +43,7 @@ def _train(kind: str, options: Any, data: int, folder: str = "") -> Any:
     ],
 )
 def test_vera_trains_as_in_stock_peft(kind: str, layout: str) -> None:
-    [(losses, norms)] = run_ranks(1, _train, "peft", None, 1)
-    world, data, options = LAYOUTS[layout]
-    ranks = run_ranks(world, _train, kind, options, data, timeout_s=110)
-    own = [sum(rank[0][step] for rank in ranks) / world for step in range(len(losses))]
-    # fp32, sums in another order; SGD does not amplify them.
-    assert own == pytest.approx(losses, rel=1e-6)
-    for _, own_norms in ranks:
-        assert own_norms == pytest.approx(norms, rel=2e-6)
-
-
-def _logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        out = model(TOKENS)
-    return out if isinstance(out, torch.Tensor) else out.logits
+    check_trained_as_by_peft(kind, LAYOUTS[layout], VERA)
 
 
 def test_vectors_of_ranks_are_merged_as_by_peft(tmp_path: Path) -> None:
@@ -62,8 +55,8 @@ def test_vectors_of_ranks_are_merged_as_by_peft(tmp_path: Path) -> None:
     model.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
     save_adapters(model, tmp_path / "folder")
     theirs = PeftModel.from_pretrained(llama(), tmp_path / "folder")
-    expected = _logits(theirs)
-    assert (_logits(model) - expected).abs().max() < 2e-6  # fp32
+    expected = logits_of(theirs)
+    assert (logits_of(model) - expected).abs().max() < 2e-6  # fp32
     again = load_adapters(adapted_gpt(VERA), tmp_path / "folder")
-    assert torch.equal(_logits(again), _logits(model))
-    assert (_logits(merge_adapters(model)) - expected).abs().max() < 5e-6  # in another order
+    assert torch.equal(logits_of(again), logits_of(model))
+    assert (logits_of(merge_adapters(model)) - expected).abs().max() < 5e-6  # in another order

@@ -18,7 +18,12 @@ from megatron_lightning.data.images.document_images import (
 )
 from megatron_lightning.data.images.image_files import ImageFiles, digest, named
 from megatron_lightning.data.images.image_options import ImageOptions
-from megatron_lightning.data.images.image_parts import ImageSource, image_column
+from megatron_lightning.data.images.image_parts import (
+    WORDS,
+    ImageSource,
+    image_column,
+    with_article,
+)
 from megatron_lightning.data.images.image_processor import ImageProcessor
 from megatron_lightning.errors import DataError
 
@@ -90,8 +95,9 @@ class ImageEncoder:
         found = next((word for word in self.processor.words if word in text), None)
         if found is not None:
             raise DataError(
-                f"{where} has {found} as words, which {self.processor.name} reads as a medium; "
-                f"write it as a part of the type {self._options.kind}, and other words here"
+                f"{where} has {found} as words, which {self.processor.name} reads as "
+                f"{with_article(self._options.kind)}; write it as a part of the type "
+                f"{self._options.kind}, and other words here"
             )
 
     def check_without(
@@ -117,9 +123,8 @@ class ImageEncoder:
         self.check_words(where, text)
         if found := set(self.processor.word_ids).intersection(ids):
             raise DataError(
-                f"{where}: input_ids has id {min(found)} of a medium of the type "
-                f"{self._options.kind}, and a tokenized row has none; write the row as a "
-                "conversation"
+                f"{where}: input_ids has id {min(found)} of {with_article(self._options.kind)}, "
+                "and a tokenized row has none; write the row as a conversation"
             )
 
     def grown(
@@ -135,8 +140,8 @@ class ImageEncoder:
         if num_places != len(sources):
             raise DataError(
                 f"{where}: the text of the conversation has {num_places} places {placeholder} for "
-                f"{len(sources)} media of the type {self._options.kind}; leave the place out of "
-                "other words, such as tools"
+                f"{len(sources)} {WORDS[self._options.kind]}s; leave the place out of other words, "
+                "such as tools"
             )
         self._check_kinds(sources)
         images = [self._stored(source) for source in sources]
@@ -149,9 +154,9 @@ class ImageEncoder:
         other = next((one for one in sources if one.kind != kind), None)
         if other is not None:
             raise DataError(
-                f"{other.where} has a medium of the type {other.kind}, and these data have "
-                f"{kind}; leave the row out, or set {_OPTION[other.kind]} of FinetuneDataModule "
-                f"instead of {_OPTION[kind]}"
+                f"{other.where} has {with_article(other.kind)}, and these data have "
+                f"{WORDS[kind]}s; leave the row out, or set {_OPTION[other.kind]} of "
+                f"FinetuneDataModule instead of {_OPTION[kind]}"
             )
 
     def _stored(self, source: ImageSource) -> StoredImage:

@@ -23,10 +23,17 @@ TYPES: Mapping[str, str] = {
     "audio": "audio", "audio_url": "audio", "input_audio": "audio",
 }  # fmt: skip
 """Type of a part -> the kind of its medium."""
+WORDS: Mapping[str, str] = {"image": "image", "audio": "sound"}
+"""Kind -> word in messages."""
 _COLUMNS: Mapping[str, str] = {
     "image": "image", "images": "image", "audio": "audio", "audios": "audio"
 }  # fmt: skip
 _KEYS = ("image", "image_url", "audio", "audio_url", "input_audio", "url", "path", "bytes")
+
+
+def with_article(kind: str) -> str:
+    """Return the word of a kind with its article."""
+    return {"image": "an image", "audio": "a sound"}[kind]
 
 
 @dataclass(frozen=True)
@@ -93,8 +100,8 @@ class RowImages:
     def _place_next(self, index: int, kind: str) -> None:
         if not self._left:
             raise DataError(
-                f"{self._where}: message {index} has a place for a medium, and none is left for "
-                f"it in {self._column or 'the row'}; add the {kind}, or remove the place"
+                f"{self._where}: message {index} has a place for {with_article(kind)}, and none is "
+                f"left for it in {self._column or 'the row'}; add one, or remove the place"
             )
         self._add(index, self._left.popleft(), self._kind)
 

@@ -14,15 +14,15 @@ from megatron_lightning.rules import check_vocabulary
 
 
 def check_images(module: object) -> None:
-    """Check that a module takes images.
+    """Check that a module takes images or sounds.
 
     Raises:
         ConfigError: If the module has a model of text.
     """
     if isinstance(module, LanguageModule) and not isinstance(module, HuggingFaceModule):
         raise ConfigError(
-            f"images of FinetuneDataModule is set, and {type(module).__name__} trains text. Train "
-            "a HuggingFaceModule of a model with a vision tower, or leave images out."
+            f"FinetuneDataModule reads images or sounds, and {type(module).__name__} trains text. "
+            "Train a HuggingFaceModule of a model with a tower for them, or leave them out."
         )
 
 

@@ -25,6 +25,7 @@ from megatron_lightning.modules.post_training.generators.policy_fit import Polic
 from megatron_lightning.modules.post_training.generators.replica_rows import (
     Group,
     Groups,
+    PromptBatch,
     Replica,
     ReplicaRows,
 )
@@ -145,7 +146,7 @@ class RolloutSampler:
         if ahead is None:
             engine = sampling_engine(trainer.strategy, self._fit.model, self._data.end_ids)
             first, step = number * self._data.num_prompts, trainer.global_step
-            rows, failures = self._rows.sample(engine, step, first, own, seeds)
+            rows, failures = self._rows.sample(engine, PromptBatch(step, first, own, seeds))
         elif turn == 0:
             rows, failures = team.from_first(lambda: ahead.rows(number))
         else:

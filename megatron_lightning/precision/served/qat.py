@@ -65,7 +65,7 @@ class Record(NamedTuple):
         return self.saved_amax if scales is None else scales.amax
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Let a full model round as the training of a checkpoint did. Return the model."""
+        """Make a full model round as a checkpoint's training did. Return the model."""
         self.qat.apply(model, rounded_as=self.dtype)
         self.give_scales(qat_of(model)[""])
         return model

@@ -28,6 +28,7 @@ from megatron_lightning.modules.post_training.generators.remote_engine import (
 from megatron_lightning.modules.post_training.generators.replica_rows import (
     Alone,
     Groups,
+    PromptBatch,
     Replica,
     ReplicaRows,
 )
@@ -143,7 +144,7 @@ class Ahead:
             raise RuntimeError("a generation began before weights were served")
         engine = RemoteEngine(self._generators, self._fit.data.end_ids, version)
         first = number * self._fit.data.num_prompts
-        return self._rows.sample(engine, version.step, first, prompts, seeds)
+        return self._rows.sample(engine, PromptBatch(version.step, first, prompts, seeds))
 
     def statistics(self, number: int, generation: Generation) -> dict[str, float]:
         """Return values of a generation for the log: the mean and the maximum of the generations

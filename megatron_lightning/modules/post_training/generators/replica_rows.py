@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -30,6 +30,19 @@ T = TypeVar("T")
 Group = list[Rollout]
 Groups = dict[int, Group]
 """Rows of each prompt, by the prompt's place."""
+
+
+class PromptBatch(NamedTuple):
+    """Prompts of a replica in a generation."""
+
+    step: int
+    """Step of the weights, unless the engine says it of each token."""
+    first: int
+    """Number of the generation's first group."""
+    prompts: Mapping[int, Prompt]
+    """The prompts by their places."""
+    seeds: Mapping[int, int]
+    """Seed of the first answer of every place. Each further answer adds 1."""
 
 
 class Engine(Protocol):
@@ -125,35 +138,14 @@ class ReplicaRows:
         self._longest = fit.longest
         self._team = team
 
-    def sample(
-        self,
-        engine: Engine,
-        step: int,
-        first: int,
-        prompts: Mapping[int, Prompt],
-        seeds: Mapping[int, int],
-    ) -> tuple[Groups, Counter[str]]:
-        """Return the rows of prompts, and failures and counts by names of the log.
-
-        Args:
-            engine: Continues texts.
-            step: Step of the weights, unless the engine says it of each token.
-            first: Number of the generation's first group.
-            prompts: Prompts of this replica by their places.
-            seeds: Seed of the first answer of every place. Each further answer adds 1.
-        """
+    def sample(self, engine: Engine, batch: PromptBatch) -> tuple[Groups, Counter[str]]:
+        """Return the rows of prompts, and failures and counts by names of the log."""
         converse = self._answers if self._data.options.environment is None else self._conversations
-        return converse(engine, step, first, prompts, seeds)
+        return converse(engine, batch)
 
-    def _answers(
-        self,
-        engine: Engine,
-        step: int,
-        first: int,
-        prompts: Mapping[int, Prompt],
-        seeds: Mapping[int, int],
-    ) -> tuple[Groups, Counter[str]]:
-        """Return groups of single answers. The arguments are those of :meth:`sample`."""
+    def _answers(self, engine: Engine, batch: PromptBatch) -> tuple[Groups, Counter[str]]:
+        """Return groups of single answers."""
+        step, first, prompts, seeds = batch
         texts = self._completions(engine, list(prompts.values()), list(seeds.values()))
         rewards, failures = self._rewards(list(prompts.values()), texts)
         rows: Groups = {}
@@ -202,15 +194,9 @@ class ReplicaRows:
         groups = [scores[i : i + count] for i in range(0, len(scores), count)]
         return groups, Counter({f"reward_failures/{n}": c for n, c in failures.items()})
 
-    def _conversations(
-        self,
-        engine: Engine,
-        step: int,
-        first: int,
-        prompts: Mapping[int, Prompt],
-        seeds: Mapping[int, int],
-    ) -> tuple[Groups, Counter[str]]:
-        """Return groups of conversations. The arguments are those of :meth:`sample`."""
+    def _conversations(self, engine: Engine, batch: PromptBatch) -> tuple[Groups, Counter[str]]:
+        """Return groups of conversations."""
+        step, first, prompts, seeds = batch
         count, policy, team = self._data.options.num_generations, self._policy, self._team
         samples = [(p, seeds[slot] + n) for slot, p in prompts.items() for n in range(count)]
         episodes = Episodes(
