@@ -101,7 +101,7 @@ class RowImages:
         if not self._left:
             raise DataError(
                 f"{self._where}: message {index} has a place for {with_article(kind)}, and none is "
-                f"left for it in {self._column or 'the row'}; add one, or remove the place"
+                f"left for it in {self._column or 'the row'}; add the {kind}, or remove the place"
             )
         self._add(index, self._left.popleft(), self._kind)
 
