@@ -38,6 +38,7 @@ class Reader(ImageModel):
     """Full rows go into the model, and the loss is that of this rank's part."""
 
     sequence_dims: ClassVar[Mapping[str, int]] = {"labels": 1}
+    counts_calls = False
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         given = {name: value for name, value in batch.items() if name != "labels"}
