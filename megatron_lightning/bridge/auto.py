@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from megatron_lightning._lazy import hint_of_other_library
@@ -29,7 +28,7 @@ from megatron_lightning.bridge.hf_models.transformers_model import (
     fill_weights,
     lazy_parameters,
 )
-from megatron_lightning.bridge.low_bit.trained import TrainedWeights
+from megatron_lightning.bridge.low_bit.rounded_tensors import rounded_tensors
 from megatron_lightning.bridge.megatron_checkpoints.torch_dist import is_megatron
 from megatron_lightning.bridge.tensors.lazy import Lazy
 from megatron_lightning.bridge.tensors.values import fills_of_checkpoint, fills_of_model, values_of
@@ -42,7 +41,6 @@ from megatron_lightning.file_names import CONFIG
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.optional import HF_FOLDER, require
 from megatron_lightning.parallel.shards.spec import Box
-from megatron_lightning.precision.served.qat import read_qat
 
 ModelKind = Literal["transformers", "gpt"]
 
@@ -129,6 +127,7 @@ class AutoBridge(FolderModel):
             reads: Whether weights are the checkpoint's. False: there are no weights, and the caller
                 loads the checkpoint into the new model.
             rounds: Whether weights that the training rounded (``qat``) have the rounded values.
+                Adapters inside of the rounding are added.
             options: See the class.
 
         Raises:
@@ -144,18 +143,13 @@ class AutoBridge(FolderModel):
         source, place, record = entry
         if reads:
             # The checkpoint holds the folder's own model, without the caller's differences.
-            plan = cls.from_kept(record, **{**options, "change": UNCHANGED}).plan()
-            fills = fills_of_checkpoint(source, plan.parameters, place)
-            trained = read_qat(source.state(), str(path)).get(place) if rounds else None
-            tensors = plan.tensors(fills)
-            if trained is not None:
-                if trained.qat.activations is not None:
-                    rank_zero_warn(
-                        f"{path} was trained with inputs rounded to {trained.qat.activations}, and "
-                        "is computed here with its rounded weights alone. val_loss of validate is "
-                        "that of both."
-                    )
-                tensors = TrainedWeights.of(plan, fills, trained).values(plan.folder, tensors)
+            own = cls.from_kept(record, **{**options, "change": UNCHANGED})
+            plan = own.plan()
+            if rounds:
+                own_model = own.lazy_model(dtype="auto")
+                tensors = rounded_tensors(source, str(path), place, plan, own_model)
+            else:
+                tensors = plan.tensors(fills_of_checkpoint(source, plan.parameters, place))
             record.read_from({name: tensors[name].fill for name in plan.pieces})
         return cls.from_kept(record, **{"origin": str(path), "revision": None, **options})
 

@@ -161,10 +161,13 @@ def load_adapters(module: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
 
     Raises:
         CheckpointError: If layers or ranks differ, or the adapters belong to another base.
-        ConfigError: If a layer does not exist.
+        ConfigError: If a layer does not exist, or adapters inside of a rounding (``qat``) are for a
+            model without one.
     """
     place = _place_of(module)
     model = module.get_submodule(place)
+    if qat_of(model).get("") is None:
+        check_apart(rounding_of(path))
     adapters = fitted(read_saved(path), model, str(path))
     check_trainable(adapters, model, str(path))
     if not any(p.is_meta for p in model.parameters()):

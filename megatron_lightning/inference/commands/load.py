@@ -24,6 +24,7 @@ from megatron_lightning.bridge.folders.folder_record import read_kept
 from megatron_lightning.bridge.folders.hub import local_folder
 from megatron_lightning.bridge.hf_models.meta_models import deferred_weights
 from megatron_lightning.bridge.hf_models.transformers_model import read_weights
+from megatron_lightning.bridge.low_bit.rounded_tensors import layers_of_gpt
 from megatron_lightning.checkpoint import CheckpointSource, open_checkpoint
 from megatron_lightning.checkpoint.kept_files import (
     KeptFiles,
@@ -66,7 +67,8 @@ from megatron_lightning.peft.methods.table import method_of
 from megatron_lightning.peft.record import read_records
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules import resolve
-from megatron_lightning.precision.served.qat import read_qat
+from megatron_lightning.precision.served.layer_inputs import NOT_ROUNDED, LayerInputs
+from megatron_lightning.precision.served.qat import qat_of, read_qat
 from megatron_lightning.rules import check_model_layout
 
 _PREFIX = "state_dict.model."
@@ -134,8 +136,12 @@ def _find_model(checkpoint: str | os.PathLike[str], context: ParallelContext | N
     _check_base(source, str(checkpoint))
     if isinstance(saved.get("config"), Mapping):
         return _of_checkpoint(source, saved)
-    if read_kept(checkpoint) is not None:
-        model = _of_bridge(AutoBridge.from_checkpoint(checkpoint, rounds=True))
+    if (entry := read_kept(checkpoint)) is not None:
+        trained = read_qat(source.state(), str(checkpoint)).get(entry[1])
+        bridge = AutoBridge.from_checkpoint(checkpoint, rounds=True)
+        if trained is not None:  # adapters inside of the rounding are in the weights
+            return _of_bridge(bridge, trained.inputs)
+        model = _of_bridge(bridge)
         has_adapters = bool(list(read_records(source.state(), str(checkpoint))))
         return _with_adapters(model, checkpoint) if has_adapters else model
     raise CheckpointError(
@@ -210,23 +216,32 @@ def _with_adapters(saved: SavedModel, adapters: str | os.PathLike[str]) -> Saved
     return replace(saved, build=build, fill=fill)
 
 
-def _of_bridge(bridge: AutoBridge) -> SavedModel:
+def _of_bridge(bridge: AutoBridge, inputs: LayerInputs = NOT_ROUNDED) -> SavedModel:
+    """Return the model of a bridge.
+
+    Args:
+        bridge: The bridge.
+        inputs: Rounded inputs, by the layers of the untouched model.
+    """
     try:
         config = bridge.to_config()
+        own_inputs = inputs.renamed(layers_of_gpt(bridge)) if inputs.forms else inputs
     except ConfigError as error:  # no rules for the architecture, or for the settings
         text = bridge.config.get_text_config()  # of a model with a tower
         longest = getattr(text, "max_position_embeddings", None) or 1 << 30
-        build = partial(_deferred, bridge, "transformers")
+        build = partial(_deferred, bridge, "transformers", inputs)
         vocab_size = text.vocab_size
         return SavedModel(None, vocab_size, longest, build, read_weights, refusal=str(error))
-    build = partial(_deferred, bridge, "gpt")
+    build = partial(_deferred, bridge, "gpt", own_inputs)
     return SavedModel(config, config.vocab_size, config.max_sequence_length, build, read_weights)
 
 
-def _deferred(bridge: AutoBridge, kind: Literal["gpt", "transformers"]) -> nn.Module:
+def _deferred(
+    bridge: AutoBridge, kind: Literal["gpt", "transformers"], inputs: LayerInputs
+) -> nn.Module:
     """Return a model on ``meta``. When the model is sharded, each rank reads local shards."""
     with deferred_weights():
-        return bridge.to_model(kind)
+        return inputs.apply(bridge.to_model(kind))
 
 
 def find_codec(
@@ -356,6 +371,9 @@ def load_engine(
         model = saved.build().eval()
         part = assemble(model, context, None, choice.placement, PipelineOptions())
     saved.fill(model, part, context)
+    for record in qat_of(model).values():
+        if record.rounding is not None:
+            record.rounding.keep()  # not once for each token
     model.to(context.device)  # buffers that no file has
     if not isinstance(model, GPTModel):
         refuse_routes(options)

@@ -40,6 +40,7 @@ class ServedGemm(Gemm):
         one_by_one: See the base class.
         rounded_as: Dtype of a weight before it is rounded. None: that of the GEMM.
         rounds_inputs: Whether inputs are rounded in the same format.
+        rounds_weight: Whether the weight is rounded. False: it has rounded values.
     """
 
     differentiable = False  # the gradient of the rounding is passed on
@@ -54,9 +55,11 @@ class ServedGemm(Gemm):
         one_by_one: bool = False,
         rounded_as: torch.dtype | None = None,
         rounds_inputs: bool = False,
+        rounds_weight: bool = True,
     ) -> None:
         super().__init__(one_by_one=one_by_one)
         self.rounds_inputs = rounds_inputs
+        self.rounds_weight = rounds_weight
         self.rounding = rounding
         self.rounded_as = rounded_as
         self.form = form
@@ -70,6 +73,9 @@ class ServedGemm(Gemm):
         """Return the rounded weight in ``dtype``. See the base class."""
         layer = self.layers[0]
         if not self.rounding.is_on:
+            return summed(layer, weight)
+        if not self.rounds_weight:
+            check_shards(self.path, _spec_of(layer, "weight"), self.form)  # of inputs as well
             return summed(layer, weight)
         # The weight of an adapted layer is the parameter with an edge to its adapters.
         parameter = layer._parameters.get("weight")

@@ -37,6 +37,7 @@ from megatron_lightning.precision.served.checks import (
 from megatron_lightning.precision.served.gemm import ServedGemm, ServedStack
 from megatron_lightning.precision.served.input_scales import InputScales
 from megatron_lightning.precision.served.inputs import InputName
+from megatron_lightning.precision.served.layer_inputs import LayerInputs
 from megatron_lightning.precision.served.rounding import Rounding
 from megatron_lightning.precision.served.selection import Served, served_in
 from megatron_lightning.precision.served.values import NAMES, ServedFormat, ServedName, fused_paths
@@ -69,6 +70,17 @@ class Record(NamedTuple):
         self.qat.apply(model, rounded_as=self.dtype)
         self.give_scales(qat_of(model)[""])
         return model
+
+    @property
+    def inputs(self) -> LayerInputs:
+        """The inputs that are rounded."""
+        forms = {path: self.qat.form_of(path) for path in self.served.layers}
+        rounded = {
+            path: form
+            for path, form in forms.items()
+            if form is not None and form.name == self.qat.activations
+        }
+        return LayerInputs(rounded, self.input_amax, is_fixed=self.qat.fixes_inputs)
 
     def give_scales(self, other: Record) -> None:
         """Fix the scales of inputs of another model."""

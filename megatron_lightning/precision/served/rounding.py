@@ -38,6 +38,10 @@ class Rounding:
         finally:
             self._keeps = before
 
+    def keep(self) -> None:
+        """Keep rounded weights until :meth:`forget`, for a model whose weights do not change."""
+        self._keeps = True
+
     def forget(self) -> None:
         """Drop kept weights before weights change."""
         self._kept.clear()

@@ -21,7 +21,8 @@ from megatron_lightning.bridge.low_bit.schemes import Recipe, config_entry
 from megatron_lightning.checkpoint import open_checkpoint
 from megatron_lightning.config import CheckpointOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference import Engine
+from megatron_lightning.inference import Engine, load_engine
+from megatron_lightning.inference.engine.own_generate import OwnGenerate
 from megatron_lightning.layers.adapters.adapter_layers import adapters_for_second_half
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import (
@@ -51,6 +52,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*has weights in")
 
 VOCABULARY = 67
 LEFT = "**.layers.1.self_attn.o_proj"
+HELIUM = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim",
+    "num_key_value_heads", "vocab_size", "initializer_range", "bos_token_id", "eos_token_id",
+    "pad_token_id",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -349,14 +355,41 @@ def test_a_folder_with_rounded_inputs_returns(source: Path, tmp_path: Path) -> N
     assert stored["model.layers.0.mlp.up_proj.weight"].dtype == torch.int8
     model: Any = AutoBridge.from_hf_pretrained(tmp_path / "served").to_model(dtype=torch.float32)
     weights_only = _loss(model)
-    with pytest.warns(match="trained with inputs rounded to int8.*rounded weights alone"):
-        rounded: Any = AutoBridge.from_checkpoint(tmp_path / "run.ckpt", rounds=True)
+    rounded: Any = AutoBridge.from_checkpoint(tmp_path / "run.ckpt", rounds=True)
     assert _loss(rounded.to_model(dtype=torch.float32)) == pytest.approx(weights_only, rel=1e-5)
     QAT("int8", activations="int8").apply(model)
     assert _loss(model) == pytest.approx(metrics["val_loss"], rel=1e-5)
     assert weights_only != pytest.approx(metrics["val_loss"], rel=1e-5)
     with pytest.raises(ConfigError, match=r"activations are to be in int8, and weights are in nvf"):
         commands.export(str(source), str(tmp_path / "x"), quantize="nvfp4", activations="int8")
+
+
+@pytest.mark.parametrize("family", ["mistral", "helium"])
+def test_an_engine_rounds_inputs_and_the_sum_with_adapters(
+    source: Path, tmp_path: Path, family: str
+) -> None:
+    """As a GPTModel, or as the model of transformers that has no rules."""
+    if family == "helium":
+        settings = json.loads((source / "config.json").read_text())
+        config = transformers.HeliumConfig(**{k: settings[k] for k in HELIUM})
+        torch.manual_seed(0)
+        transformers.HeliumForCausalLM(config).save_pretrained(tmp_path / "source")
+        source = tmp_path / "source"
+    checkpoint, prompt, want = str(tmp_path / "run.ckpt"), [1, 5, 9, 13], [21, 30]
+    qat = QAT("mxfp8", activations="mxfp8", modules={"**.down_proj": "int8"})
+    module = HuggingFaceModule(str(source), qat=qat, peft=LoRA(r=4), learning_rate=3e-2)
+    run = trainer(MegatronStrategy(), max_steps=3)
+    run.fit(module, _rows(12))
+    run.save_checkpoint(checkpoint)
+    with torch.no_grad():
+        rows = module.model(torch.tensor([prompt + want[:-1]])).logits[0, -2:].log_softmax(-1)
+    expected = [float(row[token]) for row, token in zip(rows, want, strict=True)]
+    engine = load_engine(checkpoint)
+    assert isinstance(engine, OwnGenerate) == (family == "helium")
+    (score,) = engine.score([prompt], [want])
+    assert score.logprobs == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(ConfigError, match=r"inside of the rounding.*adapters merge"):
+        load_engine(str(source), adapters=checkpoint)
 
 
 def test_adapters_are_inside_the_rounding() -> None:
