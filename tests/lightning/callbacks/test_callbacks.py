@@ -101,6 +101,7 @@ def _averaged_anew(layout: Layout, folder: str) -> dict[str, Any]:
     return {"metrics": metrics_of(trainer), "state": _weights(module)}
 
 
+@pytest.mark.slow
 @layouts(PP2)
 def test_averaging_of_a_model_that_is_built_anew_by_every_call(
     layout: Layout, tmp_path: Path
@@ -124,6 +125,7 @@ def _fitted_twice(layout: Layout, folder: str) -> dict[str, Any]:
     return {"metrics": metrics_of(trainer), "sizes": sizes}
 
 
+@pytest.mark.slow
 @layouts(TP2_TOY)
 def test_a_model_that_is_built_anew_is_divided_again(layout: Layout, tmp_path: Path) -> None:
     expected = single(_fitted_twice)
@@ -191,7 +193,8 @@ def _pruned(layout: Layout, folder: str, lottery: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("lottery", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lottery", [False, True])
 def test_pruning(lottery: bool, tmp_path: Path) -> None:
     """With the lottery-ticket hypothesis the weights go back to their first values."""
     expected = single(_pruned, lottery)
@@ -214,7 +217,8 @@ def _finder(layout: Layout, folder: str) -> dict[str, Any]:
     }
 
 
-@layouts(PP2, slow=[DP2, PP2_DP2, MICRO])
+@pytest.mark.slow
+@layouts(PP2, DP2, PP2_DP2, MICRO)
 def test_learning_rate_finder(layout: Layout, tmp_path: Path) -> None:
     expected, ranks = single(_finder), run(layout, _finder, tmp_path)
     assert len({rank["lr"] for rank in ranks}) == 1, "ranks must train with one rate"
@@ -288,7 +292,8 @@ def _train_monitor(layout: Layout, folder: str) -> dict[str, Any]:
     }
 
 
-@layouts(PP2, slow=[DP2, PP2_DP2, MICRO])
+@pytest.mark.slow
+@layouts(PP2, DP2, PP2_DP2, MICRO)
 def test_monitors_of_training_metrics(layout: Layout, tmp_path: Path) -> None:
     expected = single(_train_monitor)
     assert 0 < expected["stopped"] < 5
@@ -365,7 +370,8 @@ def _rescued(layout: Layout, folder: str) -> tuple[list[float], int]:
     return record.norms, trainer.global_step
 
 
-@layouts(PP2, slow=[DP2, MICRO])
+@pytest.mark.slow
+@layouts(PP2, DP2, MICRO)
 def test_exception_on_every_rank_leaves_a_checkpoint(layout: Layout, tmp_path: Path) -> None:
     """An error that all ranks meet at the same place: the callback saves, and training resumes from
     there."""

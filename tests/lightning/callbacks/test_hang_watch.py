@@ -106,6 +106,7 @@ def test_ranks_are_grouped_by_what_they_do() -> None:
     assert at(0, "compile (torch/_dynamo/convert_frame.py:1)").compiles
 
 
+@pytest.mark.slow
 def test_a_collective_in_compiled_code_is_no_compilation() -> None:
     stacks: dict[str, list[str]] = {}
 

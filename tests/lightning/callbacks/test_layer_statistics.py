@@ -98,6 +98,7 @@ def test_a_model_without_blocks_is_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_refused(tmp_path: Path) -> None:
     module = GPTLightningModule(tiny_config())
     module.configure_model()

@@ -57,6 +57,7 @@ def _each_kind(layout: Layout, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @layouts(ONE)
 def test_each_fault_happens_once(layout: Layout, tmp_path: Path) -> None:
     (found,) = run(layout, _each_kind, tmp_path)

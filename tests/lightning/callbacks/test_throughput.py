@@ -385,7 +385,7 @@ class _Slow(ToyModule):
         time.sleep(0.15)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 def test_progress_bar_metrics_csv_and_overhead(
     bar: type[pl.Callback],

@@ -85,7 +85,8 @@ def _watched(layout: Layout, folder: str) -> dict[str, Any]:
     }
 
 
-@layouts(PP2, slow=[ONE, TP2_PP2, DP2])
+@pytest.mark.slow
+@layouts(PP2, ONE, TP2_PP2, DP2)
 def test_values_are_equal_on_every_rank(layout: Layout, tmp_path: Path) -> None:
     first, *others = run(layout, _watched, tmp_path)
     for rank in others:

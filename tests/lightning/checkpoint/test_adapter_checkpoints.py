@@ -199,6 +199,7 @@ def test_a_merge_into_another_base_is_refused(trained: Path, tmp_path: Path) -> 
     assert not (tmp_path / "m").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_of_peft_is_trained_further(base: Path, trained: Path, tmp_path: Path) -> None:
     main(["adapters", "export", str(trained), str(tmp_path / "peft")])
     main(["adapters", "import", str(tmp_path / "peft"), str(tmp_path / "again.ckpt")])
@@ -237,6 +238,7 @@ def test_another_scale_of_the_same_weights_is_refused(base: Path, trained: Path,
         _load(module, trained, MegatronStrategy())
 
 
+@pytest.mark.slow
 def test_scales_are_compared_by_layer_and_in_plain_lightning(
     base: Path, trained: Path, tmp_path: Path
 ) -> None:
@@ -255,6 +257,7 @@ def test_scales_are_compared_by_layer_and_in_plain_lightning(
         check_scales(module, records, ())
 
 
+@pytest.mark.slow
 def test_scales_of_an_imported_folder_come_from_the_folder(
     base: Path, trained: Path, tmp_path: Path
 ) -> None:
@@ -277,6 +280,7 @@ def test_scales_of_an_imported_folder_come_from_the_folder(
         _load(HuggingFaceModule(f"{base}/base", peft=own), tmp_path / "plain.ckpt")
 
 
+@pytest.mark.slow
 def test_a_gpt_is_merged_into_a_checkpoint_without_adapters(tmp_path: Path) -> None:
     path = str(tmp_path / "gpt.ckpt")
     run_ranks(2, _fit, "", {TP: 2}, 2, None, path, "gpt")
@@ -296,9 +300,8 @@ def test_a_gpt_is_merged_into_a_checkpoint_without_adapters(tmp_path: Path) -> N
         )
 
 
-@pytest.mark.parametrize(
-    "only", [pytest.param(False, marks=pytest.mark.slow), True], ids=["full", "adapters"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("only", [False, True], ids=["full", "adapters"])
 def test_a_gpt_of_a_folder_is_merged_into_a_folder(base: Path, tmp_path: Path, only: bool) -> None:
     """Parts of fused weights go back to the folder's own matrices."""
     peft = pytest.importorskip("peft", "0.21")
@@ -335,6 +338,7 @@ def _continue(folder: str, adapters: str) -> str | float:
     return record.losses[0]
 
 
+@pytest.mark.slow
 def test_adapters_wait_for_their_base(base: Path, trained: Path, tmp_path: Path) -> None:
     main(["adapters", "export", str(trained), str(tmp_path / "peft")])
     logits = load_adapters(llama(), tmp_path / "peft")(TEXT[:BATCH, :-1]).logits
@@ -348,6 +352,7 @@ def test_adapters_wait_for_their_base(base: Path, trained: Path, tmp_path: Path)
         assert "trained on other weights" in str(found)
 
 
+@pytest.mark.slow
 def test_text_of_a_full_checkpoint_has_its_adapters(base: Path, tmp_path: Path) -> None:
     """They stand beside the base, in the checkpoint of an untouched model."""
     path = tmp_path / "full.ckpt"

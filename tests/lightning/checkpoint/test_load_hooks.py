@@ -132,6 +132,7 @@ def _strict(layout: Layout, folder: str, kind: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
@@ -181,7 +182,8 @@ def _resumed_under_other_names(layout: Layout, folder: str) -> list[float]:
     return module.losses
 
 
-@layouts(PP2, slow=[ONE, FSDP2])
+@pytest.mark.slow
+@layouts(PP2, ONE, FSDP2)
 def test_states_of_optimizers_follow_renamed_entries(layout: Layout, tmp_path: Path) -> None:
     losses = single(_resumed_under_other_names)
     for rank in run(layout, _resumed_under_other_names, tmp_path):

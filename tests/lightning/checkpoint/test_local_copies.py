@@ -124,15 +124,15 @@ def _resumed(layout: Layout, folder: str) -> list[float]:
     return _fit(layout, folder, ckpt_path=f"{folder}/local.ckpt")[1]
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         pytest.param(PP2, DP2, id="pp2-to-dp2"),
         pytest.param(DP2, ONE, id="2-to-1"),
-        pytest.param(DP2, DDP2, id="zero1-to-ddp", marks=pytest.mark.slow),
-        pytest.param(ONE, PP2_DP2, id="1-to-pp2-dp2", marks=pytest.mark.slow),
-        pytest.param(PP2_DP2, PP2, id="pp2-dp2-to-pp2", marks=pytest.mark.slow),
+        pytest.param(DP2, DDP2, id="zero1-to-ddp"),
+        pytest.param(ONE, PP2_DP2, id="1-to-pp2-dp2"),
+        pytest.param(PP2_DP2, PP2, id="pp2-dp2-to-pp2"),
     ],
 )
 def test_another_layout_resumes_from_copies_that_are_complete_on_its_node(
@@ -170,6 +170,7 @@ def _elsewhere(layout: Layout, folder: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_copies_of_another_layout_in_pieces_are_not_mixed(tmp_path: Path) -> None:
     for text in run(PP2, _elsewhere, tmp_path):
         assert (
@@ -242,9 +243,7 @@ def _failing(layout: Layout, folder: str, where: str, action: Any) -> dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "where", ["write_snapshot", pytest.param("write_file", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("where", ["write_snapshot", "write_file"])
 def test_a_failure_on_one_rank_is_every_ranks(where: str, tmp_path: Path) -> None:
     for rank in run(DP2, _failing, tmp_path / "raise", where, "raise"):
         assert "No space left" in rank["error"] and "rank 1" in rank["error"] and rank["step"] == 2

@@ -42,6 +42,7 @@ def _on_ranks(folder: str) -> tuple[list[float], list[float], list[float]]:
     return whole, first + same, _fit("tp2", STEPS, half)
 
 
+@pytest.mark.slow
 def test_factors_resume_on_any_layout(tmp_path: Path) -> None:
     ranks = run_ranks(2, _on_ranks, str(tmp_path))
     for whole, resumed, _ in ranks:

@@ -194,8 +194,9 @@ def _ended_in_validation(layout: Layout, folder: str, step: int) -> dict[str, An
 
 
 # Within an epoch, and at its end.
-@pytest.mark.parametrize("step", [2, pytest.param(4, marks=pytest.mark.slow)])
-@layouts(PP2, slow=[ONE, PP2_DP2])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 4])
+@layouts(PP2, ONE, PP2_DP2)
 def test_sigterm_in_validation_saves_at_once_and_the_validation_is_repeated(
     layout: Layout, step: int, tmp_path: Path
 ) -> None:
@@ -365,6 +366,7 @@ def test_an_exception_in_a_step_repeats_its_batch(tmp_path: Path) -> None:
         assert rank == {"saved": True, "losses": True, "steps": 8 - STOP, "same": True}
 
 
+@pytest.mark.slow
 def test_ranks_that_an_exception_meets_on_two_sides_of_an_update_save_nothing(
     tmp_path: Path,
 ) -> None:

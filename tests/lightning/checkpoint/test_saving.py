@@ -193,7 +193,8 @@ def test_a_failed_save_warns_and_the_older_checkpoint_stays(
             )
 
 
-@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [True, False])
 def test_a_failed_last_save_deletes_nothing(background: bool, tmp_path: Path) -> None:
     """The last of four saves fails: the third, which it would have replaced, stays."""
     for rank, result in enumerate(run(DP2, _failing, tmp_path, background, "warn", 4)):
@@ -250,6 +251,7 @@ def _lightnings_plugin(layout: Layout, folder: str) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_lightnings_plugin_asks_for_saves_in_the_background(tmp_path: Path) -> None:
     for result in run(DP2, _lightnings_plugin, tmp_path):
         assert result == (True, False, {"step=4.ckpt", "last.ckpt"})
@@ -357,6 +359,7 @@ def _in_an_object_store(layout: Layout, folder: str) -> Any:
     return left, again.losses == whole.losses[2:], found.losses == whole.losses[2:]
 
 
+@pytest.mark.slow
 def test_model_checkpoint_in_an_object_store(tmp_path: Path) -> None:
     assert run(ONE, _in_an_object_store, tmp_path) == [
         (({"step=6.ckpt"}, "memory://run/step=6.ckpt"), True, True)

@@ -87,6 +87,7 @@ def _check(folder: str | Path) -> None:
     assert generation["eos_token_id"] == [EOS, END]
 
 
+@pytest.mark.slow
 def test_a_fully_tuned_base_model_stops_wherever_it_goes(paths: Paths, tmp_path: Path) -> None:
     torch.manual_seed(0)
     checkpoint, written = tmp_path / "x.ckpt", [tmp_path / name for name in ("a", "b", "c")]

@@ -201,6 +201,7 @@ def test_what_has_no_counterpart_is_listed() -> None:
             convert(words)
 
 
+@pytest.mark.slow
 def test_a_script_becomes_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

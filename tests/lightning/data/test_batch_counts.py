@@ -173,6 +173,7 @@ def _sides(rank: int) -> CombinedLoader:
     return CombinedLoader(loaders, "max_size_cycle")
 
 
+@pytest.mark.slow
 def test_validation_during_a_fit_with_loaders_side_by_side(tmp_path: Path) -> None:
     """1e-5: training sums gradients in another order."""
     expected, found = (run(layout, _fitted, tmp_path) for layout in (DP2, FSDP2))

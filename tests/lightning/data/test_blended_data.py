@@ -97,6 +97,7 @@ def _fit(
     return seen.batches
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
     write_blends(tmp_path)
@@ -129,6 +130,7 @@ def _fit_on_nodes(folder: str, urls: str, steps: int, resume: bool) -> list[list
     return seen.batches
 
 
+@pytest.mark.slow
 def test_every_node_has_a_cache_of_its_own(tmp_path: Path) -> None:
     """Without a shared file system: sample indices and blocks of a store, once a node. A resume
     finds other nodes, with nothing in their caches.

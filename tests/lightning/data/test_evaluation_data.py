@@ -112,6 +112,7 @@ def _odd(layout: Layout, folder: str) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_no_sample_counts_twice(tmp_path: Path) -> None:
     """Means do not depend on the number of ranks, unless a rank would have no batch."""
     expected = single(_odd)
@@ -171,6 +172,7 @@ def _own_batches(layout: Layout, folder: str) -> list[list[int]]:
     return module.seen
 
 
+@pytest.mark.slow
 def test_training_batches_of_the_users_own_are_shared_out(tmp_path: Path) -> None:
     """Or refused as Lightning refuses them; nobody trains on the same samples twice without
     knowing."""

@@ -75,9 +75,8 @@ def _train_all(path: str, names: list[str]) -> list[Any]:
     return [_train(path, LAYOUTS[n], 8, 2 if n == "ep2" else 1) for n in names]
 
 
-@pytest.mark.parametrize(
-    "names", [["cp2", "pp2", "ep2"], pytest.param(["tp2"], marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [["cp2", "pp2", "ep2"], ["tp2"]], ids=str)
 def test_cut_rows_train_as_full_rows(names: list[str], tmp_path: Path) -> None:
     """fp32, sums in another order: 1e-5."""
     path = _chats(tmp_path)

@@ -185,7 +185,8 @@ def _pretrained(layout: Layout, folder: str) -> str:
     return text
 
 
-@layouts(PP2, slow=[make_layout("tp2", 2, 1, tensor_model_parallel_size=2), FSDP2])
+@pytest.mark.slow
+@layouts(PP2, make_layout("tp2", 2, 1, tensor_model_parallel_size=2), FSDP2)
 def test_save_pretrained_of_a_part_shows_the_line(layout: Layout, tmp_path: Path) -> None:
     for text in run(layout, _pretrained, tmp_path):
         assert f"module.model.save_pretrained('{tmp_path}', state_dict=trainer" in text

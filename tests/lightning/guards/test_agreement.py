@@ -211,9 +211,9 @@ def _fitted(layout: Layout, folder: str, depth: int) -> dict[str, float]:
     return metrics_of(fit)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [4, 5])
-@layouts(PP2, slow=[PP2_DP2])
+@layouts(PP2, PP2_DP2)
 def test_schedules_and_draws_of_all_ranks_pass(layout: Layout, depth: int, tmp_path: Path) -> None:
     for rank in run(layout, _fitted, tmp_path, depth):
         assert_close(rank, single(_fitted, depth))

@@ -304,6 +304,7 @@ def _begins_with_zeros(module: Any) -> None:
         up.register_forward_hook(lambda _, args, output: output / (1 + output.norm()))
 
 
+@pytest.mark.slow
 def test_hooks_on_zeros_are_looked_at_again(tmp_path: Path) -> None:
     texts = run(TP2, _late, tmp_path, _begins_with_zeros, "on_validation_start", 3)
     assert any(texts)

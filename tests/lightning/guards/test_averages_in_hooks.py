@@ -173,6 +173,7 @@ def _distilled(layout: Layout, folder: str) -> dict[str, float]:
     return metrics_of(fit)
 
 
+@pytest.mark.slow
 @layouts(PP2)
 def test_a_frozen_copy_is_as_on_one_device(layout: Layout, tmp_path: Path) -> None:
     for rank in run(layout, _distilled, tmp_path):

@@ -75,9 +75,8 @@ def _refused(encoder: str, options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["pp2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tp2", "fsdp2"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pp2", "tp2", "fsdp2"])
 def test_an_encoder_is_refused_on_layouts(name: str, tmp_path: Path) -> None:
     for text in run_ranks(2, _refused, _bert(tmp_path), LAYOUTS[name]):
         assert "BertLMHeadModel sees later tokens" in text

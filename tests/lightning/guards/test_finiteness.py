@@ -235,7 +235,8 @@ def _train_spoiled(layout: Layout, folder: str, cases: list[tuple[str, dict[str,
     return found
 
 
-@layouts(DP2, slow=[MICRO, PP2_DP2])
+@pytest.mark.slow
+@layouts(DP2, MICRO, PP2_DP2)
 def test_gradients_are_seen_behind_the_hooks_of_users(layout: Layout, tmp_path: Path) -> None:
     cases = [
         (kind, more) for kind in ("returned", "written") for more in ({}, {"data_parallel": "ddp"})

@@ -120,7 +120,8 @@ def _steps(
     ]
 
 
-@layouts(PP2, slow=[DP2, TP2_TOY, FSDP2])
+@pytest.mark.slow
+@layouts(PP2, DP2, TP2_TOY, FSDP2)
 def test_clipping_by_all_ranks_and_code_that_does_not_run_pass(
     layout: Layout, tmp_path: Path
 ) -> None:

@@ -289,7 +289,7 @@ def error_later(case: str) -> Any:
     return LATER[case]()
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LATER)
 def test_a_penalty_that_begins_later_is_found(case: str) -> None:
     for found in run_ranks(2, error_later, case):

@@ -464,7 +464,6 @@ class _Unlaunched(ToyModule):
 _PRUNING = ModelPruning("l1_unstructured", amount=0.5)
 
 
-@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("module", "callbacks", "options", "message"),
     [
@@ -488,7 +487,7 @@ _PRUNING = ModelPruning("l1_unstructured", amount=0.5)
             {"tensor_model_parallel_size": 2},
             r"no module of _Built declares how it is split",
         ),
-        (
+        pytest.param(
             _Compiled,
             [],
             {"data_parallel": "fsdp", "pipeline_schedule": ["0F0 0I0 0W0"], "micro_batch_size": 8},
@@ -496,6 +495,7 @@ _PRUNING = ModelPruning("l1_unstructured", amount=0.5)
                 r"model\.head is compiled, schedule table .* defers weight gradients.*Set "
                 r"data_parallel to \"zero1\""
             ),
+            marks=pytest.mark.slow,
         ),
         (
             _language_model,

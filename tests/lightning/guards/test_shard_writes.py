@@ -97,6 +97,7 @@ def test_no_warning_where_nothing_is_wrong(layout: Layout, write: str, tmp_path:
     assert all(texts == [] for texts, _ in run(layout, _fit, tmp_path, write))
 
 
+@pytest.mark.slow
 def test_the_way_out_gives_the_weights_of_one_device(tmp_path: Path) -> None:
     # AdamW divides gradients that are zero but for rounding, those of the biases of keys.
     def compared(weights: dict[str, Tensor]) -> dict[str, Tensor]:

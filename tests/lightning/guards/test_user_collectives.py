@@ -351,7 +351,7 @@ def test_collectives_over_all_ranks_are_refused_in_a_step(
     )
 
 
-@layouts(CP2, EXPERTS_TP2_EP2)
+@layouts(CP2, slow=[EXPERTS_TP2_EP2])
 def test_only_ranks_that_hold_the_same_samples_are_counted(layout: Layout, tmp_path: Path) -> None:
     copies = "2 of them (context 2)" if layout is CP2 else "2 of them (tensor 2)"
     messages = run(layout, _refused, tmp_path, _all_reduce)

@@ -177,13 +177,13 @@ def test_fits_whose_hooks_write_weights_equal_one_device(
         assert_close(sums, single(_fit_full, *args))
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "writes",
     [(("on_train_epoch_start", 4, "fill"),), SEVERAL],
     ids=["fill", "several"],
 )
-@layouts(DP2, slow=[ONE, DDP2, OFFLOAD, OFFLOAD2, FSDP2, BF16_MOMENTS2])
+@layouts(DP2, ONE, DDP2, OFFLOAD, OFFLOAD2, FSDP2, BF16_MOMENTS2)
 def test_written_bf16_weights_stay_through_steps_of_rate_zero(
     layout: Layout, writes: tuple[tuple[str, int, str], ...], tmp_path: Path
 ) -> None:
@@ -329,9 +329,9 @@ def _swap(
     return module.losses, _sums(module)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("clamps", [False, True], ids=["swaps", "clamps-groups"])
-@layouts(DP2, slow=[ONE, DDP2, FSDP2, OFFLOAD2])
+@layouts(DP2, ONE, DDP2, FSDP2, OFFLOAD2)
 def test_weights_that_an_optimizer_writes_outside_of_steps_are_those_of_one_device(
     layout: Layout, clamps: bool, tmp_path: Path
 ) -> None:
@@ -339,7 +339,8 @@ def test_weights_that_an_optimizer_writes_outside_of_steps_are_those_of_one_devi
     assert_close(run(layout, _swap, tmp_path, clamps), [single(_swap, clamps)] * layout.ranks, 5e-5)
 
 
-@layouts(DP2, slow=[ONE, FSDP2])
+@pytest.mark.slow
+@layouts(DP2, ONE, FSDP2)
 def test_main_params_that_an_optimizer_swaps_are_validated(layout: Layout, tmp_path: Path) -> None:
     # Main params keep what bf16 rounds away.
     assert_close(
@@ -427,7 +428,8 @@ def _draw(layout: Layout, folder: str) -> tuple[float, float, dict[str, float]]:
     return float(torch.rand(())), module.drawn_in_steps, _sums(module)
 
 
-@layouts(DDP2, slow=[make_layout("ddp4", 4, 4, data_parallel="ddp")])
+@pytest.mark.slow
+@layouts(DDP2, make_layout("ddp4", 4, 4, data_parallel="ddp"))
 def test_hooks_draw_the_same_numbers_on_all_replicas_and_steps_others(
     layout: Layout, tmp_path: Path
 ) -> None:
@@ -514,7 +516,8 @@ def _train_tiled(layout: Layout, folder: str) -> str:
     return "trained"
 
 
-@layouts(TP2_TOY, slow=[FSDP2])
+@pytest.mark.slow
+@layouts(TP2_TOY, FSDP2)
 def test_shards_that_the_user_made_equal_are_trained(layout: Layout, tmp_path: Path) -> None:
     assert set(run(layout, _train_tiled, tmp_path)) == {"trained"}
 

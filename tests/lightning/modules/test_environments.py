@@ -276,6 +276,7 @@ def _on_ranks(
     return SimpleNamespace(norms=own.norms, metrics=own.metrics)
 
 
+@pytest.mark.slow
 def test_environments_that_fail_are_counted_and_closed(tmp_path: Path) -> None:
     """Ten samples of five kinds: one each is well. The fit continues."""
     write(tmp_path)

@@ -112,6 +112,7 @@ def _texts(files: list[Generation]) -> Any:
     return [[(row.ids, row.steps, row.seed) for row in file.rows] for file in files]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", ["full", "lora", "turns"])
 def test_generators_without_staleness_train_as_the_fit_alone(
     kind: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -72,6 +72,7 @@ def _fit(
     return run.losses, rates.rates, float((weight.float() - 1).abs().max()), weight.dtype
 
 
+@pytest.mark.slow
 def test_a_masked_training_under_a_pipeline_equals_plain_lightning(folder: str) -> None:
     settings = {"learning_rate": 1e-3, "warmup_steps": 0.5, "decay_steps": "max"}
     (plain,) = run_ranks(1, _fit, folder, None, settings)

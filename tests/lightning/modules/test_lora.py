@@ -101,6 +101,7 @@ def _frozen_bytes() -> tuple[int, int, set[torch.dtype]]:
     return sum(p.to_local().nbytes for p in frozen), sum(p.numel() for p in frozen), trained
 
 
+@pytest.mark.slow
 def test_fully_sharded_frozen_weights_keep_their_dtype() -> None:
     for num_bytes, elements, trained in run_ranks(2, _frozen_bytes):
         assert num_bytes == elements  # bf16 over two ranks
@@ -197,12 +198,13 @@ def _still(case: str, rank_options: dict[str, Any]) -> tuple[int, list[str]]:
     return len(moved.before), moved.still
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param("recompute", marks=pytest.mark.slow),
-        pytest.param("compile", marks=pytest.mark.slow),
-        pytest.param("fp8", marks=pytest.mark.slow),
+        "recompute",
+        "compile",
+        "fp8",
         "transformer_engine",
     ],
 )
@@ -222,6 +224,7 @@ def _half(kind: str) -> tuple[int, int]:
     return sum(p.numel() for p in module.parameters()), full
 
 
+@pytest.mark.slow
 def test_a_stock_peft_model_is_sharded() -> None:
     pytest.importorskip("peft", "0.21")
     for own, full in run_ranks(2, _half, "peft"):

@@ -112,6 +112,7 @@ def test_updates_do_not_depend_on_batches_and_replicas(tmp_path: Path) -> None:
     assert first["reward"] == pytest.approx(first["reward/right"] + 0.5 * first["reward/short"])
 
 
+@pytest.mark.slow
 def test_later_updates_compare_with_the_scores_before_the_first(tmp_path: Path) -> None:
     """On any number of replicas, and after a resume within the generation."""
     replay, saved = write(tmp_path / "rows"), str(tmp_path / "saved.ckpt")

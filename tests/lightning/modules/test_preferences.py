@@ -118,6 +118,7 @@ def _resumed(folder: str) -> dict[str, Any]:
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
+@pytest.mark.slow
 def test_the_frozen_model_stays_and_is_in_no_optimizer(tmp_path: Path) -> None:
     folder = _prepare(tmp_path)
     for _, _, held in run_ranks(2, _saved, folder, timeout_s=110):

@@ -415,6 +415,7 @@ class Queued:
         return 1.0
 
 
+@pytest.mark.slow
 def test_the_time_of_a_queued_reward_begins_with_its_own_call() -> None:
     queued = Queued()
     scores, failures = pickle.loads(pickle.dumps(Rewards([queued], 0.2))).score(

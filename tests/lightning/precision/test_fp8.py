@@ -182,13 +182,14 @@ def _resumed(scaling: str, folder: str, layout: dict[str, Any]) -> Any:
     return full, resumed, bf16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scaling", "ranks", "layout"),
     [
         ("delayed", 2, {PP: 2}),
-        pytest.param("nvfp4", 1, {}, marks=pytest.mark.slow),
-        pytest.param("delayed", 1, {}, marks=pytest.mark.slow),
-        pytest.param("nvfp4", 4, {PP: 2, TP: 2}, marks=pytest.mark.slow),
+        ("nvfp4", 1, {}),
+        ("delayed", 1, {}),
+        ("nvfp4", 4, {PP: 2, TP: 2}),
     ],
 )
 def test_resume_is_bit_equal_and_goes_on_in_bf16(

@@ -255,7 +255,7 @@ def _one(case: str, scaling: str) -> Results:
     return results  # type: ignore[no-any-return]
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @recipe_matrix(SCALINGS, CASES, fast=FAST, without=RANDOM)
 def test_training_and_evaluation_equal_one_process(scaling: str, case: str) -> None:
@@ -391,16 +391,16 @@ def _watched(case: Case, scaling: str) -> Any:
     return len(watch.layers), watch.seen, watch.histories
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         pytest.param(Case(2, {TP: 2}, "latent"), id="latent-tp2"),
-        pytest.param(Case(2, {TP: 2}, "llama"), id="hf-tp2", marks=pytest.mark.slow),
-        pytest.param(Case(1, {}, "llama"), id="hf", marks=pytest.mark.slow),
-        pytest.param(Case(2, {TP: 2}), id="tp2", marks=pytest.mark.slow),
+        pytest.param(Case(2, {TP: 2}, "llama"), id="hf-tp2"),
+        pytest.param(Case(1, {}, "llama"), id="hf"),
+        pytest.param(Case(2, {TP: 2}), id="tp2"),
         pytest.param(
             Case(2, {TP: 2, EP: 2, ETP: 1}, "experts"), id="experts-tp2-ep2",
-            marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip

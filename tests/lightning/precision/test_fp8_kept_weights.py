@@ -60,6 +60,7 @@ def _fit(case: Case, scaling: str, keeps: bool) -> Any:
     return *results, count
 
 
+@pytest.mark.slow
 @recipe_matrix(SCALINGS, LAYOUTS, fast=FAST)
 @pytest.mark.timeout(240)
 def test_codes_of_a_step_train_as_those_of_micro_batches_do(scaling: str, case: str) -> None:

@@ -84,6 +84,7 @@ def _both(case: Case, scaling: str) -> list[Any]:
     return [_coded_natively(replace(case, coded=coded), scaling) for coded in (True, False)]
 
 
+@pytest.mark.slow
 def test_two_ranks_renew_the_codes_after_a_step() -> None:
     """The loss of the second step, evaluation and prediction are those of the changed weights. By
     blocks, since torch's kernels of the other recipes take minutes on some processors.

@@ -76,6 +76,7 @@ def test_checkpoints_hold_adapters_and_resume_on_another_layout(folder: str, sav
     assert ranks[0][1] == pytest.approx(norms[2:], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_into_the_folders_own_values(
     folder: str, saved: str, tmp_path: Path
 ) -> None:

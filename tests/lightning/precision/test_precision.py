@@ -214,11 +214,12 @@ def _precision(layout: Layout, folder: str, precision: str) -> dict[str, Any]:
 TOLERANCES = {"32-true": 1e-5, "bf16-mixed": 2e-2, "bf16-true": 2e-2, "64-true": 1e-7}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision",
-    ["bf16-true", *(pytest.param(p, marks=pytest.mark.slow) for p in ("bf16-mixed", "64-true"))],
+    ["bf16-true", "bf16-mixed", "64-true"],
 )
-@layouts(PP2_DP2, slow=[MICRO, PP2, DP2, DDP2])
+@layouts(PP2_DP2, MICRO, PP2, DP2, DDP2)
 def test_precision_strings(layout: Layout, precision: str, tmp_path: Path) -> None:
     """The string means what it means on one device; bf16-true is moreover close to fp32, as its
     masters are."""
@@ -238,7 +239,8 @@ def test_precision_strings(layout: Layout, precision: str, tmp_path: Path) -> No
         assert_close(rank["norms"], exact["norms"], tolerance)
 
 
-@layouts(DP2, slow=[MICRO, PP2, DDP2, PP2_DP2])
+@pytest.mark.slow
+@layouts(DP2, MICRO, PP2, DDP2, PP2_DP2)
 def test_fp16_weights_on_layouts(layout: Layout, tmp_path: Path) -> None:
     """With fp32 masters on every layout, one rank included; Lightning's own fp16 steps lose Adam's
     eps of 1e-8.

@@ -137,6 +137,7 @@ def test_the_exported_folder_has_the_loss_of_the_trained_forward(
         assert torch.equal(values.read().float(), expected), name
 
 
+@pytest.mark.slow
 def test_readers_of_the_checkpoint_compute_with_the_rounding(
     trained: tuple[Path, float], tmp_path: Path
 ) -> None:
@@ -282,6 +283,7 @@ def test_several_formats_are_trained_and_exported(source: Path, tmp_path: Path) 
         commands.export(str(tmp_path / "run.ckpt"), str(tmp_path / "m"), scheme="modelopt")
 
 
+@pytest.mark.slow
 def test_experts_that_a_folder_stacks_are_exported_one_by_one(tmp_path: Path) -> None:
     config = transformers.Mistral4Config(
         num_hidden_layers=1, hidden_size=64, intermediate_size=64, moe_intermediate_size=32,

@@ -183,6 +183,7 @@ def _dropped() -> Any:
         return [_fit({TP: 2, **more}, options, DELAYED) for more in ({}, {"recompute": RECOMPUTE})]
 
 
+@pytest.mark.slow
 def test_a_forward_that_is_computed_again_draws_the_same() -> None:
     """Transformer Engine restores our streams, from which sequence shards draw."""
     for once, again in run_ranks(2, _dropped, timeout_s=100):
@@ -346,11 +347,12 @@ def _moved(folder: str, layout: dict[str, Any]) -> Any:
     return full, again, plain, equal and same_names, histories
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
         (2, {PP: 2}),
-        pytest.param(4, {TP: 2, PP: 2}, marks=pytest.mark.slow),
+        (4, {TP: 2, PP: 2}),
     ],
 )
 def test_checkpoints_move_between_backends(

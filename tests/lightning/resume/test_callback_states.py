@@ -148,14 +148,14 @@ def test_every_rank_gets_its_own_part_back(layout: Layout, tmp_path: Path) -> No
         assert not wrong
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         (SINGLE, TP2_TOY),
         (PP2, ONE),
-        pytest.param(SINGLE, PP2, marks=pytest.mark.slow),
-        pytest.param(TP2_TOY, PP2, marks=pytest.mark.slow),
+        (SINGLE, PP2),
+        (TP2_TOY, PP2),
     ],
     ids=lambda layout: layout.name,
 )
@@ -250,7 +250,7 @@ def _kept(layout: Layout, folder: str, rank_0: bool) -> Any:
     return _wrong(resumed.restored, saved)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "rank_0"), [(DP2, True), (PP2, False)], ids=["dp2", "pp2"])
 def test_what_comes_from_rank_0(layout: Layout, rank_0: bool, tmp_path: Path) -> None:
     for wrong in run(layout, _kept, tmp_path, rank_0):

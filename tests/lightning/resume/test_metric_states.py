@@ -72,6 +72,7 @@ def _fit(layout: Layout, folder: str) -> list[float]:
     return module.values
 
 
+@pytest.mark.slow
 def test_lists_that_only_the_last_stage_fills(tmp_path: Path) -> None:
     """torchmetrics gathers them entry by entry, on every rank: stages that ask less often would
     wait forever."""

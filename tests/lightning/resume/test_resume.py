@@ -347,7 +347,8 @@ def _streamed(layout: Layout, folder: str, stateful: Any, part: str) -> Any:
     return record.losses, seen.ids
 
 
-@layouts(DP2, slow=[PP2_DP2, PP2, MICRO])
+@pytest.mark.slow
+@layouts(DP2, PP2_DP2, PP2, MICRO)
 def test_stateful_loaders_keep_a_state_for_each_replica(layout: Layout, tmp_path: Path) -> None:
     whole = run(layout, _streamed, tmp_path, True, "whole")
     assert len(whole[0][1]) == 8
@@ -374,6 +375,7 @@ def test_states_by_rank_and_loaders_without_a_length(
         assert resumed == (whole[rank][0][3:], whole[rank][1][3:])
 
 
+@pytest.mark.slow
 def test_equal_states_load_on_any_number_of_replicas(tmp_path: Path) -> None:
     whole = _global([ids for _, ids in run(DP2, _streamed, tmp_path, _EqualStates, "whole")])
     resumed = _global([ids for _, ids in run(ONE, _streamed, tmp_path, _EqualStates, "resumed")])
@@ -392,7 +394,8 @@ def test_stateful_loaders_refuse_another_number_of_replicas(tmp_path: Path) -> N
     run(ONE, _wrong_number, tmp_path)
 
 
-@layouts(PP2, slow=[PP2_DP2, DP2])
+@pytest.mark.slow
+@layouts(PP2, PP2_DP2, DP2)
 def test_iterable_datasets_train_as_on_one_device(layout: Layout, tmp_path: Path) -> None:
     expected = single(_iterable)
     for rank in run(layout, _iterable, tmp_path):

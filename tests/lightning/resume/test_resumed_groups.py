@@ -163,7 +163,8 @@ def _freeze(layout: Layout, folder: str) -> list[float]:
     return [float(trainer.callback_metrics["train_loss_step"])]
 
 
-@layouts(FSDP2, slow=[DP2])
+@pytest.mark.slow
+@layouts(FSDP2, DP2)
 def test_a_layer_that_is_frozen_now_keeps_its_state(layout: Layout, tmp_path: Path) -> None:
     ranks = run(layout, _freeze, tmp_path)
     mean = sum(rank[0] for rank in ranks) / len(ranks)

@@ -97,8 +97,8 @@ def _skips(layout: Layout, folder: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.spread(1)
-@layouts(ONE, PP2, slow=[DP2, TP2_PP2])
+@pytest.mark.slow
+@layouts(ONE, PP2, DP2, TP2_PP2)
 def test_a_skipped_step_leaves_no_trace(layout: Layout, tmp_path: Path) -> None:
     first, *others = run(layout, _skips, tmp_path)
     skipped, passed_over, warned = first

@@ -99,7 +99,15 @@ def _restored_before_fit_start(folder: str, options: dict[str, Any]) -> tuple[in
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"), [(1, {}), (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 2})]
+    ("ranks", "options"),
+    [
+        (1, {}),
+        pytest.param(
+            2,
+            {"pipeline_model_parallel_size": 2, "micro_batch_size": 2},
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_callbacks_are_restored_before_fit_starts(
     tmp_path: Path, ranks: int, options: dict[str, Any]
@@ -412,6 +420,7 @@ def _copied(layout: Layout, folder: str) -> int:
     )
 
 
+@pytest.mark.slow
 def test_a_trainer_can_be_copied_during_fit_and_pickled_after_it(tmp_path: Path) -> None:
     assert run(PP2, _copied, tmp_path) == [4 + 4] * 2
 

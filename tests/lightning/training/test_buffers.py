@@ -148,6 +148,7 @@ def test_replicas_have_the_buffers_of_the_first(mode: str, write: str) -> None:
     _check(found, _ddp(write)[0])
 
 
+@pytest.mark.slow
 def test_stages_have_the_buffers_of_the_last() -> None:
     """Buffers of units, and outside of them, where they are equal after a step already."""
     units = PipelineOptions(units=[str(index) for index in range(5)])
@@ -156,6 +157,7 @@ def test_stages_have_the_buffers_of_the_last() -> None:
     _check(found, _ddp("in_place")[0])
 
 
+@pytest.mark.slow
 def test_a_buffer_between_the_units_of_a_pipeline_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"buffer net\.1\.\w+ is written .* no unit of the"):
         run_ranks(2, _train, {"pipeline_model_parallel_size": 2}, "in_place")

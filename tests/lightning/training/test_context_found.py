@@ -142,7 +142,8 @@ def test_sinks_and_windows(layout: Layout, tmp_path: Path) -> None:
     _assert_equal(run(layout, _fit, tmp_path, _gpt_oss), _gpt_oss)
 
 
-@layouts(CP2, slow=[CP4, CP2_DP2, CP2_FSDP, CP2_RECOMPUTED, CP2_PP2])
+@pytest.mark.slow
+@layouts(CP2, CP4, CP2_DP2, CP2_FSDP, CP2_RECOMPUTED, CP2_PP2)
 def test_linear_attention(layout: Layout, tmp_path: Path) -> None:
     _assert_equal(run(layout, _fit, tmp_path, _qwen3_5), _qwen3_5)
 

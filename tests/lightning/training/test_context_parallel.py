@@ -566,7 +566,7 @@ def _bound(layout: Layout, folder: str) -> dict[int, str]:
     }
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [CP2_TYPES, CP2_PP2_VPP2], ids=lambda layout: layout.name)
 def test_a_layer_has_its_entry_wherever_it_is(layout: Layout, tmp_path: Path) -> None:
     """Losses do not tell: they are the same with every type."""

@@ -273,7 +273,8 @@ def test_experts_are_divided_by_the_model_s_own_plan(layout: Layout, tmp_path: P
         assert rank[1] == pytest.approx(value, rel=1e-5)
 
 
-@layouts(CP2_DEALT, slow=[CP2, CP4, CP2_TP2, CP2_PP2, CP2_GATHER, CP2_A2A])
+@pytest.mark.slow
+@layouts(CP2_DEALT, CP2, CP4, CP2_TP2, CP2_PP2, CP2_GATHER, CP2_A2A)
 def test_packed_positions_part_documents(layout: Layout, tmp_path: Path) -> None:
     """As ``transformers`` parts them, with a mask, in one process."""
     losses, value = single(_fit, _llama, Module, True)

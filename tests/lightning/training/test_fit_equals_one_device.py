@@ -263,14 +263,16 @@ def _combined(layout: Layout, folder: str, mode: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
     [
         "max_size",
-        *(pytest.param(m, marks=pytest.mark.slow) for m in ("min_size", "max_size_cycle")),
+        "min_size",
+        "max_size_cycle",
     ],
 )
-@layouts(PP2, slow=[MICRO])
+@layouts(PP2, MICRO)
 def test_several_loaders(layout: Layout, mode: str, tmp_path: Path) -> None:
     expected = single(_combined, mode)
     for rank in run(layout, _combined, tmp_path, mode):
@@ -332,7 +334,8 @@ def _skipping(layout: Layout, folder: str) -> dict[str, Any]:
     }
 
 
-@layouts(PP2, slow=[MICRO])
+@pytest.mark.slow
+@layouts(PP2, MICRO)
 def test_skipped_batches_and_epochs(layout: Layout, tmp_path: Path) -> None:
     expected = single(_skipping)
     for index, rank in enumerate(run(layout, _skipping, tmp_path)):

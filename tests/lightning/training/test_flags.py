@@ -192,7 +192,8 @@ def _plateau(layout: Layout, folder: str) -> list[float]:
     return rates
 
 
-@layouts(PP2, slow=[DP2, PP2_DP2, MICRO])
+@pytest.mark.slow
+@layouts(PP2, DP2, PP2_DP2, MICRO)
 def test_reduce_on_plateau(layout: Layout, tmp_path: Path) -> None:
     expected = single(_plateau)
     assert expected[-1] < expected[0], "the scheduler should act"
@@ -233,7 +234,8 @@ def _two_loaders(layout: Layout, folder: str) -> dict[str, Any]:
     }
 
 
-@layouts(PP2, slow=[DP2, PP2_DP2])
+@pytest.mark.slow
+@layouts(PP2, DP2, PP2_DP2)
 def test_two_validation_loaders(layout: Layout, tmp_path: Path) -> None:
     expected = single(_two_loaders)
     assert {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1", "own_1"} <= expected[
@@ -347,7 +349,8 @@ def _twice(layout: Layout, folder: str) -> list[dict[str, float]]:
     return metrics
 
 
-@layouts(PP2_DP2, slow=[DP2, TP2_PP2])
+@pytest.mark.slow
+@layouts(PP2_DP2, DP2, TP2_PP2)
 def test_a_deterministic_run_has_the_same_bits_twice(layout: Layout, tmp_path: Path) -> None:
     for first, second in run(layout, _twice, tmp_path):
         assert first == second and first

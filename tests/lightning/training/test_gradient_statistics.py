@@ -153,6 +153,7 @@ def _skips(layout: Layout, folder: str) -> list[float]:
     return [step["skipped_steps"] for step in record.seen]
 
 
+@pytest.mark.slow
 @layouts(PP2)
 def test_skipped_steps_are_logged(layout: Layout, tmp_path: Path) -> None:
     for rank in run(layout, _skips, tmp_path):

@@ -243,7 +243,8 @@ def _outside(layout: Layout, folder: str) -> dict[str, Any]:
     }
 
 
-@layouts(PP2, slow=[MICRO, PP2_DP2, DP2, DDP2, PP2_WHOLE, PP2_DDP2])
+@pytest.mark.slow
+@layouts(PP2, MICRO, PP2_DP2, DP2, DDP2, PP2_WHOLE, PP2_DDP2)
 def test_parameters_outside_the_pipelined_module(layout: Layout, tmp_path: Path) -> None:
     expected, ranks = single(_outside), run(layout, _outside, tmp_path)
     assert_close(mean_over_ranks([rank["losses"] for rank in ranks]), expected["losses"])

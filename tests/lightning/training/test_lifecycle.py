@@ -136,6 +136,7 @@ def _another_strategy(layout: Layout, folder: str) -> dict[str, Any]:
     return {**results, "world": alone.world_size}
 
 
+@pytest.mark.slow
 def test_another_layout_in_the_same_process(tmp_path: Path) -> None:
     expected = single(_another_strategy)
     for rank in run(PP2, _another_strategy, tmp_path):
@@ -195,6 +196,7 @@ def _after_exceptions(layout: Layout, folder: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_runs_after_exceptions_on_all_ranks(tmp_path: Path) -> None:
     expected = single(_after_exceptions)
     assert len(expected["same"]) > 4

@@ -174,6 +174,7 @@ def _warnings(layout: Layout, folder: str, *kinds: type[_Manual]) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 @layouts(DP2)
 def test_a_step_by_gradients_of_earlier_steps_is_named(layout: Layout, tmp_path: Path) -> None:
     """Only on the first rank, as all warnings."""

@@ -127,6 +127,7 @@ def _resume(layout: Layout, folder: str) -> list[list[float]]:
     return results
 
 
+@pytest.mark.slow
 def test_evaluations_do_not_change_what_training_draws(tmp_path: Path) -> None:
     """A checkpoint lies before the validation of its step, which a resumed run leaves out."""
     whole, resumed, alone = run(PP2, _resume, tmp_path)[0]

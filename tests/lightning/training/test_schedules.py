@@ -144,7 +144,7 @@ def _trim(layout: Layout, folder: str) -> list[float]:
 _ANY = PipelineOptions(variable_seq_lengths=True)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @layouts(
     _layout(
         "zbv",
@@ -181,6 +181,7 @@ def _two_epochs(layout: Layout, folder: str) -> list[float]:
     return [*record.losses, float(fit.callback_metrics["val_loss"])]
 
 
+@pytest.mark.slow
 def test_a_table_of_ones_own_and_the_timeline_of_a_step(tmp_path: Path) -> None:
     """Whole and split backwards in one table, validation with another number of micro-batches; what
     ran is what was written."""
@@ -234,7 +235,7 @@ class _Position(pl.Callback):
         pass
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @layouts(
     _layout("zbv", 4, 2, virtual_pipeline_model_parallel_size=2, pipeline_schedule="zbv"),
     _layout("interleaved-ddp", 4, 2, virtual_pipeline_model_parallel_size=2, data_parallel="ddp"),

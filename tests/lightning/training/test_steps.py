@@ -58,8 +58,8 @@ def _masked(layout: Layout, folder: str) -> dict[str, Any]:
     return _fit(layout, folder, ToyModule(mask=True))
 
 
-@pytest.mark.spread(1)
-@layouts(PP2, PP2_WHOLE, slow=[MICRO])
+@pytest.mark.slow
+@layouts(PP2, PP2_WHOLE, MICRO)
 def test_random_mask_before_the_call(layout: Layout, tmp_path: Path) -> None:
     """Drawn for every micro-batch on every stage, in training and validation: the numbers of one
     device."""
@@ -152,7 +152,8 @@ def _wide(layout: Layout, folder: str) -> dict[str, Any]:
     return _fit(layout, folder, _WideModule())
 
 
-@layouts(PP2, slow=[MICRO, PP2_DP2, PP2_WHOLE])
+@pytest.mark.slow
+@layouts(PP2, MICRO, PP2_DP2, PP2_WHOLE)
 def test_several_tensors_between_stages(layout: Layout, tmp_path: Path) -> None:
     _compare(layout, tmp_path, _wide)
 

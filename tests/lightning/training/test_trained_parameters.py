@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -74,7 +75,8 @@ def _refusals(layout: Layout, folder: str) -> dict[str, tuple[str, int]]:
     }
 
 
-@layouts(PP2, slow=[FSDP2, ONE, DDP2])
+@pytest.mark.slow
+@layouts(PP2, FSDP2, ONE, DDP2)
 def test_unused_parameters_are_named_where_they_are_expected(
     layout: Layout, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def _shared(layout: Layout, folder: str) -> dict[str, Any]:
     return {"norms": record.norms, "metrics": metrics_of(fit)}
 
 
+@pytest.mark.slow
 @layouts(make_layout("pp4", 4, 1, pipeline_model_parallel_size=4, micro_batch_size=2))
 def test_weights_tied_between_any_stages(layout: Layout, tmp_path: Path) -> None:
     for rank in run(layout, _shared, tmp_path):
@@ -372,7 +373,8 @@ def _summary(layout: Layout, folder: str, kind: type[VectorModule]) -> dict[str,
     return {"metrics": metrics_of(chosen), "example": module.example_input_array}
 
 
-@layouts(PP2, slow=[DP2])
+@pytest.mark.slow
+@layouts(PP2, DP2)
 def test_an_example_input_is_left_alone(layout: Layout, tmp_path: Path) -> None:
     for rank in run(layout, _summarised, tmp_path):
         assert_close(rank, single(_summarised))
@@ -429,7 +431,8 @@ def _collected(layout: Layout, folder: str) -> dict[str, float]:
     return metrics_of(chosen)
 
 
-@layouts(PP2, slow=[MICRO])
+@pytest.mark.slow
+@layouts(PP2, MICRO)
 def test_lists_that_steps_append_to(layout: Layout, tmp_path: Path) -> None:
     for rank in run(layout, _collected, tmp_path):
         assert_close(rank, single(_collected))
