@@ -188,7 +188,7 @@ def _gradcheck(num_ranks: int, backend: str) -> bool:
     return torch.autograd.gradcheck(run, [x.requires_grad_() for x in (q, k, v)])
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @_spread((2, "p2p"), (2, "all_gather"), (2, "a2a"), sizes=[1, 2, 4])
 def test_gradients_of_scatter_attention_gather(num_ranks: int, backend: str) -> None:
     assert all(run_ranks(num_ranks, _gradcheck, num_ranks, backend))

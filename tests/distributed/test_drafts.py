@@ -125,11 +125,19 @@ def test_one_process_gives_the_text_without_drafts(tmp_path: Path) -> None:
     check(found_texts(paths_of(tmp_path, ("window", "latent")), {"1": {}}, options))
 
 
-@pytest.mark.spread(1)
+def test_two_stages_give_the_same_text(tmp_path: Path) -> None:
+    _compare_two_ranks(["pp2 vpp2"], tmp_path)
+
+
+@pytest.mark.slow
 def test_two_ranks_give_the_same_text(tmp_path: Path) -> None:
-    layouts = {name: LAYOUTS[name] for name in ("tp2 ep2", "pp2 vpp2")}
-    options, paths = {"chunks": OPTIONS["chunks"]}, paths_of(tmp_path, ("experts",))
-    first, second = run_ranks(2, found_texts, paths, layouts, options, [DRAWN], timeout_s=110)
+    _compare_two_ranks(["tp2 ep2", "pp2 vpp2"], tmp_path)
+
+
+def _compare_two_ranks(layouts: list[str], folder: Path) -> None:
+    options, paths = {"chunks": OPTIONS["chunks"]}, paths_of(folder, ("experts",))
+    named = {name: LAYOUTS[name] for name in layouts}
+    first, second = run_ranks(2, found_texts, paths, named, options, [DRAWN], timeout_s=110)
     assert first == second
     check(first, [DRAWN])
 
@@ -231,7 +239,8 @@ def test_drafts_are_those_of_the_training_forward(
     assert wrong == []
 
 
-def test_samples_and_ends_are_those_without_drafts() -> None:
+@pytest.mark.parametrize("draft_tokens", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_samples_and_ends_are_those_without_drafts(draft_tokens: int) -> None:
     """Samples share the keys of a prompt. End tokens and lengths end a text between drafts."""
     config = config_of("grouped")
     model = model_of(config)
@@ -241,18 +250,17 @@ def test_samples_and_ends_are_those_without_drafts() -> None:
         for length in (1, 2, 3, 24):
             sampling = replace(DRAWN, max_new_tokens=length, temperature=0.5)
             plain = Engine.of(model, stops=stops).generate(PROMPTS, sampling, 3)
-            for draft_tokens in (1, 2):
-                options = EngineOptions(draft_tokens=draft_tokens)
-                engine = Engine.of(model, options=options, stops=stops)
-                found = engine.generate(PROMPTS, sampling, 3)
-                assert [[own.tokens for own in row] for row in found] == [
-                    [own.tokens for own in row] for row in plain
-                ]
-                for rows in zip(found, plain, strict=True):
-                    for own, other in zip(*rows, strict=True):
-                        logprobs = (torch.tensor(one.logprobs) for one in (own, other))
-                        assert own.reason == other.reason
-                        assert torch.allclose(*logprobs, atol=1e-4)  # fp32, logits to 66
+            options = EngineOptions(draft_tokens=draft_tokens)
+            engine = Engine.of(model, options=options, stops=stops)
+            found = engine.generate(PROMPTS, sampling, 3)
+            assert [[own.tokens for own in row] for row in found] == [
+                [own.tokens for own in row] for row in plain
+            ]
+            for rows in zip(found, plain, strict=True):
+                for own, other in zip(*rows, strict=True):
+                    logprobs = (torch.tensor(one.logprobs) for one in (own, other))
+                    assert own.reason == other.reason
+                    assert torch.allclose(*logprobs, atol=1e-4)  # fp32, logits to 66
 
 
 def test_steps_are_saved_and_counted() -> None:

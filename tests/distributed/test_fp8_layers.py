@@ -105,7 +105,7 @@ def _natively(scaling: str, kind: str, sequence: bool, deferred: bool) -> dict[s
 @pytest.mark.parametrize(
     ("scaling", "kind", "sequence", "deferred"),
     [
-        ("current", "column", True, True),
+        pytest.param("current", "column", True, True, marks=pytest.mark.slow),
         ("blockwise", "row", True, False),
         *(
             pytest.param(*case, marks=pytest.mark.slow)

@@ -101,9 +101,8 @@ def _count_all(cases: list[tuple[dict[str, Any], int]]) -> list[dict[str, dict[s
     return [_count(options, replicas) for options, replicas in cases]
 
 
-@pytest.mark.parametrize(
-    "chosen", [(0, 3, 4), pytest.param((1, 2, 5), marks=pytest.mark.slow)], ids=["some", "others"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", [(0, 3, 4), (1, 2, 5)], ids=["some", "others"])
 def test_units_are_gathered_and_reduced_as_often_as_the_options_say(
     chosen: tuple[int, ...],
 ) -> None:
@@ -230,19 +229,16 @@ def _expert_bytes(options: dict[str, Any]) -> list[tuple[int, int, int]]:
     return counting.found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
         (4, {EP: 2}),  # one of two experts
-        pytest.param(
-            4,
-            {TP: 2, ETP: 2, "data_parallel_options": RESHARD, "micro_batch_size": 1},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(4, {EP: 2, "micro_batch_size": 1}, marks=pytest.mark.slow),
-        pytest.param(4, {TP: 4, ETP: 1, EP: 2}, marks=pytest.mark.slow),
-        pytest.param(8, {EP: 4}, marks=pytest.mark.slow),  # half of one expert
-        pytest.param(8, {}, marks=pytest.mark.slow),  # half of every expert
+        (4, {TP: 2, ETP: 2, "data_parallel_options": RESHARD, "micro_batch_size": 1}),
+        (4, {EP: 2, "micro_batch_size": 1}),
+        (4, {TP: 4, ETP: 1, EP: 2}),
+        (8, {EP: 4}),  # half of one expert
+        (8, {}),  # half of every expert
     ],
 )
 def test_a_rank_keeps_its_share_of_the_experts(ranks: int, options: dict[str, Any]) -> None:

@@ -169,6 +169,7 @@ def _trained_in_v(path: str) -> None:
     fit.save_checkpoint(path)
 
 
+@pytest.mark.slow
 def test_virtual_stages_give_the_same_text(tmp_path: Path) -> None:
     """A checkpoint of stages in a V, read by other stages: the first and the last on one rank, and
     around the ranks."""

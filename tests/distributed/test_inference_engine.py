@@ -211,24 +211,39 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("samplings", "cases"),
+    ("samplings", "cases", "names"),
     [
-        pytest.param((DRAWN,), ("chunks",), id="drawn, chunks"),
-        pytest.param((DRAWN,), ("at once", "pages"), id="drawn", marks=pytest.mark.slow),
-        pytest.param((GREEDY,), tuple(SMALL), id="greedy", marks=pytest.mark.slow),
+        pytest.param((DRAWN,), ("chunks",), tuple(CONFIGS)[1::4], id="every fourth model"),
+        *(
+            pytest.param(*case, tuple(CONFIGS), id=name, marks=pytest.mark.slow)
+            for name, case in {
+                "drawn, chunks": ((DRAWN,), ("chunks",)),
+                "drawn": ((DRAWN,), ("at once", "pages")),
+                "greedy": ((GREEDY,), tuple(SMALL)),
+            }.items()
+        ),
     ],
 )
 def test_one_process_gives_the_text_of_the_uncached_forward(
-    samplings: tuple[Sampling, ...], cases: tuple[str, ...], tmp_path: Path
+    samplings: tuple[Sampling, ...], cases: tuple[str, ...], names: tuple[str, ...], tmp_path: Path
 ) -> None:
     options = {case: SMALL[case] for case in cases}
-    check(found_texts(saved(tmp_path), {"1": {}}, options, samplings), CONFIGS, samplings)
+    check(found_texts(saved(tmp_path, names), {"1": {}}, options, samplings), names, samplings)
 
 
+def test_two_ranks_with_experts_give_the_same_text(tmp_path: Path) -> None:
+    _compare_two_ranks(["tp2 ep2"], tmp_path)
+
+
+@pytest.mark.slow
 def test_two_ranks_give_the_same_text(tmp_path: Path) -> None:
+    _compare_two_ranks(["pp2 vpp2", "tp2 ep2"], tmp_path)
+
+
+def _compare_two_ranks(layouts: list[str], folder: Path) -> None:
     names, options = ("experts",), {"chunks": {"max_tokens": 20, "max_requests": 4}}
-    usual = {name: LAYOUTS[name] for name in ("pp2 vpp2", "tp2 ep2")}
-    ranks = run_ranks(2, found_texts, saved(tmp_path, names), usual, options, [DRAWN])
+    usual = {name: LAYOUTS[name] for name in layouts}
+    ranks = run_ranks(2, found_texts, saved(folder, names), usual, options, [DRAWN])
     check_ranks(ranks, names, [DRAWN])
 
 
@@ -446,6 +461,7 @@ def cache_of(num_slots: int, storage: Any) -> EngineOptions:
     )
 
 
+@pytest.mark.slow
 def test_full_caches_let_the_youngest_wait(tmp_path: Path) -> None:
     """A cache for the longest text alone: in runs the others wait, in pages they give way."""
     path = save_plain(tmp_path / "grouped", CONFIGS["grouped"])

@@ -72,7 +72,7 @@ def texts_of(folders: list[Path], layout: dict[str, Any], kind: str = "Engine") 
     return texts
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(4))
 def test_every_fourth_family(first: int, tmp_path: Path) -> None:
     folders = {name: folder_of(name, tmp_path) for name in [*FOLDERS][first::4]}
@@ -226,6 +226,7 @@ def adapted_in(folder: Path, adapters: Path, **options: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_adapters_beside_their_model(tmp_path: Path) -> None:
     folder, adapters = folder_of("llama", tmp_path), tmp_path / "adapters"
     expected = theirs(adapted_in(folder, adapters))

@@ -74,6 +74,7 @@ def test_texts_and_scores_are_the_same(name: str, case: str) -> None:
         assert share > 0.5
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("storage", "num_slots"), [("runs", 200), ("pages", 120)])
 def test_texts_are_the_same_where_slots_are_few(
     storage: str, num_slots: int, monkeypatch: pytest.MonkeyPatch
@@ -103,10 +104,10 @@ def test_drafts_depend_on_later_tokens(depth: int) -> None:
     assert engine.draft_counts.acceptance > 0.1
 
 
-def _on_ranks(paths: dict[str, str]) -> list[Any]:
+def _on_ranks(paths: dict[str, str], layouts: list[str]) -> list[Any]:
     found = []
     for name, path in paths.items():
-        for layout in ("tp2", "pp2 vpp2"):
+        for layout in layouts:
             for keeps in (False, True):
                 engine = Engine.load(
                     path, ParallelLayout(**LAYOUTS[layout]),
@@ -117,8 +118,17 @@ def _on_ranks(paths: dict[str, str]) -> list[Any]:
     return found
 
 
+def test_two_stages_keep_the_same_texts(tmp_path: Path) -> None:
+    _compare_ranks(["pp2 vpp2"], tmp_path)
+
+
+@pytest.mark.slow
 def test_ranks_keep_the_same_texts(tmp_path: Path) -> None:
-    for found in run_ranks(2, _on_ranks, saved(tmp_path, ("grouped",))):
+    _compare_ranks(["tp2", "pp2 vpp2"], tmp_path)
+
+
+def _compare_ranks(layouts: list[str], folder: Path) -> None:
+    for found in run_ranks(2, _on_ranks, saved(folder, ("grouped",)), layouts):
         for plain, kept in zip(found[::2], found[1::2], strict=True):
             assert plain[:2] == kept[:2]
             assert (plain[2], kept[2]) == (False, True)

@@ -286,6 +286,7 @@ def _kinds_of_faults() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_way_that_differs_in_a_detail_is_not_taken() -> None:
     expected = {name: fault[-1] for name, fault in FAULTS.items()}
     assert run_ranks(2, _kinds_of_faults) == [expected, expected]

@@ -136,6 +136,7 @@ def test_steps_of_layers_that_gather_again_equal_one_process() -> None:
     run_ranks(2, steps_as_on_gpus)
 
 
+@pytest.mark.slow
 def test_steps_equal_one_process_on_four_ranks() -> None:
     run_ranks(4, several_steps, VARIANTS["qwen-uneven-vocabulary"], True)
 
@@ -231,7 +232,7 @@ def recorded_run(index: int) -> list[tuple[float, float]]:
     return result
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 3, 4, 8], ids=["single", "tp2", "tp2-sp", "tied"])
 def test_megatron_core_run_is_reproduced(index: int) -> None:
     run = oracle_model.runs()[index]

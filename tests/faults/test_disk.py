@@ -221,6 +221,7 @@ def _jobs(folder: str, seconds: float) -> tuple[list[int], list[int]]:
     return wait_all(children), [version or 0 for version in seen]
 
 
+@pytest.mark.slow
 def test_jobs_on_one_directory(tmp_path: Path) -> None:
     ((ends, seen),) = run_ranks(1, _jobs, str(tmp_path), 4.0, timeout_s=120)
     assert ends == [0, 0, 0]

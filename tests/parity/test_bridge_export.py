@@ -68,7 +68,7 @@ def _weights(name: str, path: Path) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_a_checkpoint_is_given_back(
     folders: dict[str, Path], tmp_path: Path, name: str, layout: str

@@ -64,6 +64,7 @@ def _fit(path: Path, checkpoint: Path | None) -> list[float]:
     return fit("tp2", module, loader, max_epochs=1, ckpt_path=checkpoint).losses
 
 
+@pytest.mark.slow
 def test_a_fit_starts_from_an_imported_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
     checkpoint = tmp_path / "c.ckpt"
     AutoBridge.import_ckpt(folders["tied"], checkpoint, dtype=torch.float32)

@@ -87,9 +87,8 @@ def _hub_files(path: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize(
-    "options", [TP2, pytest.param(None, marks=pytest.mark.slow)], ids=["tp2", "plain"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [TP2, None], ids=["tp2", "plain"])
 def test_export_and_resume_need_no_folder(
     folder: Path, tmp_path: Path, options: dict[str, Any] | None
 ) -> None:

@@ -89,7 +89,7 @@ def _content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_live_parts_and_checkpoints_give_the_folder_that_export_gives(
     folders: dict[str, Path], tmp_path: Path, case: str

@@ -73,6 +73,7 @@ def _by_torch(bridge: MegatronBridge) -> dict[str, Tensor]:
     return {f"model.{name}": p.detach() for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_fit_goes_on_with_the_moments_of_megatron(tmp_path: Path) -> None:
     unpack(tmp_path)
     expected = {}

@@ -101,6 +101,7 @@ def test_tensor_and_pipeline_parallel(world: int, options: dict[str, Any]) -> No
     _compare(world, options, [("gpt", "offline"), ("hf", "offline")])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_context_parallel_and_accumulated() -> None:
     _compare(2, {CP: 2, MICRO: 2}, [("gpt", "online"), ("hf", "online")], accumulated=2)

@@ -253,6 +253,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == "encoder" else pytest.mark.slow) for n in OTHERS]
 )

@@ -278,7 +278,7 @@ def _cases(world: int) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 4])
 def test_models_without_a_pipeline_equal_one_device(world: int) -> None:
     expected = run_ranks(1, _train_all, 1, [(kind, None, {}) for kind in KINDS])[0]
     cases = _cases(world)
@@ -334,9 +334,8 @@ def _continued(kind: type[_Module], modes: list[str], folder: str) -> list[float
     return norms
 
 
-@pytest.mark.parametrize(
-    "kind", [_ListOfOne, *(pytest.param(k, marks=pytest.mark.slow) for k in (_Recurrent, _Albert))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [_ListOfOne, _Recurrent, _Albert])
 def test_a_checkpoint_moves_to_zero1_and_back(kind: type[_Module], tmp_path: Path) -> None:
     modes = ["fsdp", "zero1", "fsdp"]
     [found, _] = run_ranks(2, _continued, kind, modes, str(tmp_path / "a"))
@@ -382,6 +381,7 @@ class _Detached(_Recurrent):
         return self.once(state)
 
 
+@pytest.mark.slow
 def test_ranks_may_use_different_calls() -> None:
     """Batches of one sample, each rank with its own branch: gathers and reductions have one order
     on all ranks."""

@@ -27,7 +27,7 @@ from tests.helpers.ranks import run_ranks
 from tests.parity.test_lora import LAYOUTS
 
 DORA = LoRA(use_dora=True)
-_USUAL = [("gpt", "tp-sp"), ("llama", "fsdp")]
+_USUAL = [("llama", "fsdp")]
 
 
 def _train(kind: str, options: Any, data: int, folder: str = "") -> Any:

@@ -243,7 +243,7 @@ def _skipping(options: Any, kind: Any, precision: str) -> Any:
     return record.biases, fit.strategy.skipped_steps
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {PP: 2, MICRO: 2}], ids=["one", "pp2"])
 def test_a_skipped_step_changes_no_bias(options: Any) -> None:
     world = options.get(PP, 1)
@@ -264,6 +264,7 @@ def _manual(cases: list[Any]) -> Any:
     return [_train(BIAS, *case, 2, Manual)[0].biases for case in cases]
 
 
+@pytest.mark.slow
 def test_manual_optimization() -> None:
     case = LAYOUTS["plain-accumulate"][1:]
     (((_, expected, _),),) = run_ranks(1, _trained, MODELS["bias"], [case])
@@ -343,7 +344,7 @@ def _logged(moe: dict[str, Any], replicas: int, options: Any, folder: str) -> An
     return logged, len(find_reports(fit.lightning_module))
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moe", "options", "num_reports"),
     [

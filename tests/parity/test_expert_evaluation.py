@@ -101,10 +101,9 @@ def _one(dispatcher: str) -> Any:
     return run_ranks(1, _evaluate, dispatcher, None, 8)[0]
 
 
-@pytest.mark.parametrize(
-    "dispatcher", ["alltoall", pytest.param("allgather", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("world", [2, 4])
 def test_evaluation_equals_one_process(world: int, dispatcher: str) -> None:
     """Losses over all unmasked tokens, and logits; fp32, sums in another order: 1e-5. The last
     batches are smaller than the others.

@@ -226,6 +226,7 @@ def test_training_equals_one_process(
     _compare(run, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "data_parallel", "options"),
     [
@@ -304,6 +305,7 @@ def test_every_layout_reads_the_checkpoint_of_another(
         _compare(run, _reference("adamw"), STOP)
 
 
+@pytest.mark.slow
 def test_plain_lightning_and_a_layout_read_each_other(tmp_path: Path) -> None:
     sharded, plain = tmp_path / "sharded.ckpt", tmp_path / "plain.ckpt"
     stopped = _run(_Case(layout="ep2-on-two", steps=STOP), sharded)

@@ -182,6 +182,7 @@ def test_training_equals_one_process(model: str, names: list[str]) -> None:
                     assert found[2] == pytest.approx(logged, rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_experts_one_by_one_train_as_all_at_once() -> None:
     for grouped, single in zip(_one("softmax", 4), _one("one-by-one", 4), strict=True):
         assert single == pytest.approx(grouped, rel=1e-5)
@@ -200,11 +201,14 @@ def _train_masked(options: dict[str, Any], replicas: int) -> Any:
     return _train("sequence", options, replicas, masked=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
         "cp2-ep2",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("ep2", "ep2-tp2", "ep2-pp2")),
+        "ep2",
+        "ep2-tp2",
+        "ep2-pp2",
     ],
 )
 def test_losses_of_routers_have_the_tokens_of_the_main_loss(name: str) -> None:

@@ -193,7 +193,7 @@ def test_fsdp_equals_one_device(world: int, longer: bool) -> None:
     [
         ("bf16-true", 2, ["tied", "micro-batches"]),
         *(
-            pytest.param(precision, 4, [case[0] for case in CASES[4]], marks=pytest.mark.slow)
+            (precision, 4, [case[0] for case in CASES[4]])
             for precision in ("bf16-true", "bf16-mixed", "16-mixed")
         ),
     ],
@@ -215,9 +215,10 @@ def test_fsdp_equals_zero1_in_half_precision(precision: str, world: int, names: 
             assert torch.tensor(rank[name][0]).isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
-    [["micro-batches"], pytest.param(["native", "micro-batches", "zero2"], marks=pytest.mark.slow)],
+    [["micro-batches"], ["native", "micro-batches", "zero2"]],
     ids=len,
 )
 def test_gradients_travel_in_bf16_on_request(names: list[str]) -> None:
@@ -284,8 +285,8 @@ def _resumed(
     ("precision", "world", "name"),
     [
         ("bf16-true", 2, "micro-batches"),
-        pytest.param("bf16-true", 4, "pp2-tied", marks=pytest.mark.slow),
-        pytest.param("32-true", 4, "pp2-tied", marks=pytest.mark.slow),
+        ("bf16-true", 4, "pp2-tied"),
+        ("32-true", 4, "pp2-tied"),
     ],
 )
 def test_fsdp_resumes_bit_equal(precision: str, world: int, name: str, tmp_path: Path) -> None:

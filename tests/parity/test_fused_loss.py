@@ -231,6 +231,7 @@ def test_logits_have_the_dtype_of_autocast(undo: ExitStack) -> None:
         assert logits.dtype == logits[:1].dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_compiled_call_computes_logits_in_one_graph(undo: ExitStack) -> None:
     model, batch = _build("llama"), _batch(0)
     expected = float(model(**batch).loss)
@@ -368,6 +369,7 @@ def test_ranks_exchange_no_logits_and_train_as_one_process(
         assert max(tokens) <= limit, (name, options, tokens)
 
 
+@pytest.mark.slow
 def test_units_of_fsdp_cannot_compute_logits_later() -> None:
     run_ranks(2, _read_late)
 

@@ -93,9 +93,10 @@ def _body(names: list[str]) -> None:
         _check_gradients(name, reference, model, _calls()["even"])  # as before the refusals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "families",
-    [FAMILIES[1:3], pytest.param([FAMILIES[0], *FAMILIES[3:]], marks=pytest.mark.slow)],
+    [FAMILIES[1:3], [FAMILIES[0], *FAMILIES[3:]]],
     ids=" ".join,
 )
 def test_calls_of_any_length_equal_one_process(families: list[str]) -> None:

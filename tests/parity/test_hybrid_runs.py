@@ -131,7 +131,7 @@ def _name(run: dict[str, Any]) -> str:
     return f"{args['pattern']}-tp{args['tp']}-pp{args['pp']}-cp{args['cp']}"
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("run", RUNS, ids=_name)
 def test_megatron_core_run_is_reproduced(run: dict[str, Any]) -> None:
     for steps in run_ranks(run["world"], train, run["args"]):

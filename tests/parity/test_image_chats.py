@@ -76,8 +76,7 @@ def _one_process(family: str) -> Run:
 
 # Idefics3 moves its embeddings to the device of the model, of which a stage lacks parameters.
 # The tower of Qwen3-VL is large beside the text model, and ranks without an image do not call it.
-_USUAL = (("pp2", "qwen2_5_vl"), ("pp2", "idefics3"), ("fsdp2", "qwen3_vl"), ("tp2", "gemma3"),
-          ("pp2", SOUND), ("tp2", SOUND))  # fmt: skip
+_USUAL = (("fsdp2", "qwen3_vl"), ("tp2", "gemma3"), ("pp2", SOUND))
 _CASES = [
     pytest.param(layout, family, marks=() if (layout, family) in _USUAL else pytest.mark.slow)
     for layout in LAYOUTS

@@ -147,21 +147,18 @@ def test_layout_equals_one_device(
 BIAS = {"normalization": "LayerNorm", "activation": "gelu", "add_bias_linear": True}
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "data"),
     [
         pytest.param({"share_embeddings_and_output_weights": True}, 2, id="tied"),
         pytest.param(BIAS | {"position_embedding_type": "learned_absolute"}, 1, id="bias-learned"),
-        pytest.param(BIAS, 1, id="bias", marks=pytest.mark.slow),
-        pytest.param(
-            {"position_embedding_type": "learned_absolute"}, 1, id="learned", marks=pytest.mark.slow
-        ),
+        pytest.param(BIAS, 1, id="bias"),
+        pytest.param({"position_embedding_type": "learned_absolute"}, 1, id="learned"),
         pytest.param(
             {"num_query_groups": 2, "qk_layernorm": True},
             1,
             id="gqa-qknorm",
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             {
@@ -267,7 +264,7 @@ def test_schedule_equals_one_device(
     )
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "options"),
     [

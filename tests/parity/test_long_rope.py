@@ -45,7 +45,8 @@ def test_layouts_train_as_one_process(layout: object, is_packed: bool) -> None:
     assert_equals_one_process(layout, CONFIG, **given)
 
 
-@pytest.mark.parametrize("name", ["tp2-pp2", pytest.param("tp2-cp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tp2-pp2", "tp2-cp2"])
 def test_blocks_side_by_side_train_as_one_process(name: str) -> None:
     """Cohere: one norm without bias before attention and feed-forward, and pairs of channels."""
     config = tiny_config(

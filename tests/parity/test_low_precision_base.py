@@ -147,13 +147,7 @@ def _fit(*args: Any) -> tuple[list[float], list[float]]:
     return fit(*given, **options)
 
 
-_USUAL = [
-    ("llama", "tp", "mxfp8"),
-    ("gpt", "pp", "nvfp4"),
-    ("experts", "ep", "nvfp4"),
-    ("dora", "fsdp", "nvfp4"),
-    ("stacks", "ep", "nvfp4"),
-]
+_USUAL = [("llama", "tp", "mxfp8"), ("gpt", "pp", "nvfp4"), ("experts", "ep", "nvfp4")]
 _ALL = [
     (kind, layout, base)
     for kind in ("llama", "gpt")

@@ -201,7 +201,8 @@ def _resume(groups: int, weights: dict[str, Tensor], folder: str) -> list[list[l
     return [[run.losses, run.norms] for run in (first, *resumed)]
 
 
-@pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 2])
 def test_training_resumes_in_another_layout(groups: int, tmp_path: Path) -> None:
     weights, losses, norms = _trained_by_transformers(groups)
     ranks = run_ranks(2, _resume, groups, weights, str(tmp_path), timeout_s=120.0)

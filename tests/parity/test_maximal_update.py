@@ -34,6 +34,7 @@ def _rows(layout: str) -> DataLoader[object]:
     return DataLoader(rows, batch_size=BATCH // (2 if layout == "dp2-zero1" else 1))
 
 
+@pytest.mark.slow
 def test_losses_and_groups_are_those_of_one_process() -> None:
     ((expected,),) = run_ranks(1, trained, ("one",))
     losses, norms, groups = expected

@@ -106,12 +106,13 @@ def _fit(
     return rates.rates, record.norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
     [
         ("pp2", "dp2"),
-        pytest.param("pp2-dp2", "tp2-dp2", marks=pytest.mark.slow),
-        pytest.param("tp2-dp2", "pp2-ddp2", marks=pytest.mark.slow),
+        ("pp2-dp2", "tp2-dp2"),
+        ("tp2-dp2", "pp2-ddp2"),
     ],
 )
 def test_layouts_follow_one_schedule_and_one_table(first: str, second: str, tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def test_a_file_with_a_table_for_whole_batches(name: str, tmp_path: Path) -> Non
         )
 
 
+@pytest.mark.slow
 def test_resuming_at_a_smaller_batch_is_bit_equal(tmp_path: Path) -> None:
     """The first batch that the resumed run meets is the epoch's last, for which the table has no
     order."""

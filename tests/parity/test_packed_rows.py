@@ -98,7 +98,7 @@ def _one(model: str) -> Any:
 @pytest.mark.parametrize(
     ("model", "names"),
     [
-        pytest.param("rope", SPREAD, id="rope"),
+        pytest.param("rope", SPREAD, id="rope", marks=pytest.mark.slow),
         pytest.param("learned", ["cp2"], id="learned"),
         *(pytest.param(m, list(LAYOUTS), id=f"{m}-all", marks=pytest.mark.slow) for m in MODELS),
     ],

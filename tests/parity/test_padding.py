@@ -61,6 +61,7 @@ def _train_all() -> list[Any]:
     return [_train(options, LENGTH) for options in LAYOUTS.values()]
 
 
+@pytest.mark.slow
 def test_padded_rows_train_as_rows_without_padding() -> None:
     """Losses, norms, logged losses of routers; fp32, sums in another order: 1e-5."""
     losses, norms, biases, logged = _train(None, None)

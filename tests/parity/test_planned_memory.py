@@ -143,7 +143,6 @@ CASES = {
         {"moe": {"num_experts": 4, "ffn_hidden_size": 96, "latent_size": 32}},
     ),
 }  # fmt: skip
-FEW = ("one process", "tensor x pipeline, bf16", "math")
 EXPERTS = {"moe": {"num_experts": 4, "ffn_hidden_size": 96}}
 COMPILED = {
     name: CASES[name]._replace(strategy={**(CASES[name].strategy or {}), "compile": "block"})
@@ -234,10 +233,8 @@ def _train(case: Case) -> tuple[int, int]:
     return peak.resident_bytes, peak.peak_bytes
 
 
-@pytest.mark.spread(1)
-@pytest.mark.parametrize(
-    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_a_plan_predicts_the_peak(name: str, tmp_path: Path) -> None:
     _check(CASES[name], tmp_path)
 

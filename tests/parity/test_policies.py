@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 _alone = lru_cache(maxsize=8)(policy_alone)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("case", "kind", "layout"),
     [pytest.param(*one, marks=() if one in _USUAL else pytest.mark.slow) for one in _ALL],

@@ -69,6 +69,7 @@ def test_attention_in_fp32_ignores_autocast() -> None:
     assert not torch.equal(cast.float(), exact)
 
 
+@pytest.mark.slow
 def test_stages_hand_on_the_fp32_stream() -> None:
     """The first norm to one bf16 rounding of the logits' gradient; 2e-2 later, as in
     test_precision."""

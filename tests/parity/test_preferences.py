@@ -120,7 +120,7 @@ _BEGUN = {
 }
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "resumed", "reference"),
     [pytest.param(*case, marks=marks) for case, marks in _BEGUN.items()],
@@ -163,7 +163,7 @@ _DISTILLED = [
 ]
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("student", "kind", "layout"),
     [

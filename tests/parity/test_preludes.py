@@ -68,16 +68,13 @@ SLOW = [(layout, name, True) for layout in LAYOUTS for name in MODELS]
 SLOW += [("pp4", "llava", False), ("tp2-pp2", "qwen2.5-vl", False)]
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "cases",
     [
         pytest.param(QUICK, id="pp2"),
-        *(
-            pytest.param([c for c in SLOW if c[0] == x], id=f"{x}-all", marks=pytest.mark.slow)
-            for x in LAYOUTS
-        ),
+        *(pytest.param([c for c in SLOW if c[0] == x], id=f"{x}-all") for x in LAYOUTS),
     ],
 )
 def test_towers_run_on_the_first_stage_only(cases: list[tuple[str, str, bool]]) -> None:

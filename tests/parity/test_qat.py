@@ -86,7 +86,7 @@ def train(layout: Layout, kind: str, path: Path, qat: Any) -> tuple[list[float],
     return fit_losses(layout, module_of(kind, path, qat), data, steps=STEPS, gradient_clip_val=1.0)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("name", "kind", "qat", "layout"), CASES, ids=_id)
 def test_a_layout_equals_one_process(
     folders: dict[str, Path], name: str, kind: str, qat: Any, layout: str

@@ -280,7 +280,7 @@ def _load(layout: str, tied: bool, checkpoint: str, again: str, precision: str =
     "ring",
     [
         ["plain", "tp2", "pp2-zbv-cut", "plain"],
-        pytest.param(["pp2-zbv-cut", "tp2-fsdp2", "plain"], marks=pytest.mark.slow),
+        ["pp2-zbv-cut", "tp2-fsdp2", "plain"],
     ],
     ids=" ".join,
 )
@@ -320,6 +320,7 @@ def test_training_resumes_in_every_layout(saved: str, tmp_path: Path) -> None:
     _check([(saved, loaded) for loaded in LAYOUTS], tmp_path)
 
 
+@pytest.mark.slow
 def test_consolidated_checkpoint_loads_into_the_module(tmp_path: Path) -> None:
     run_ranks(2, _save, "pp2", True, str(tmp_path), timeout_s=100)
     path = tmp_path / f"step={STOP}.ckpt"

@@ -127,11 +127,12 @@ def test_one_process_equals_transformers(folder: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
         pytest.param(("tp", "pp"), id="tp-pp"),
-        pytest.param(("zero1", "fsdp"), id="zero1-fsdp", marks=pytest.mark.slow),
+        pytest.param(("zero1", "fsdp"), id="zero1-fsdp"),
     ],
 )
 def test_layouts_equal_one_process(folder: str, names: tuple[str, ...]) -> None:

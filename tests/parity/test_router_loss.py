@@ -171,7 +171,8 @@ def _shared(replicas: int) -> Any:
     return [row for step in steps for r in range(replicas) for row in step[r::replicas]]
 
 
-@pytest.mark.parametrize("axis", [PP, pytest.param(CP, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", [PP, CP])
 def test_parts_of_layers_and_tokens_are_refused(axis: str, tmp_path: Path) -> None:
     folder = _folder(tmp_path, output_router_logits=True)
     for text in run_ranks(2, _refused, folder, {axis: 2}):

@@ -202,7 +202,8 @@ FSDP = {"data_parallel": "fsdp"}
 KINDS: tuple[type[_Module], ...] = (_ScalingHooks, _ModuleHooks, _Parametrized, _Shared)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_habits_of_modules_survive_sharding(world: int) -> None:
     cases = [
         (kind, {**FSDP, **more})
@@ -278,9 +279,8 @@ class _EndsEarly(_LeavesOut):
         return (self.net.units[1](x) if self.global_rank == 0 else x).square().mean()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param(MICRO, marks=pytest.mark.slow)], ids=["native", "micro-batches"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, MICRO], ids=["native", "micro-batches"])
 def test_a_rank_that_leaves_out_a_unit_is_named(options: dict[str, Any]) -> None:
     """At first by both ranks; later by that rank alone, while the other waits for it."""
     messages = []

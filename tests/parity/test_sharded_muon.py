@@ -148,18 +148,19 @@ def _tensors(path: str) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
-        pytest.param("tp2-fsdp2", "32-true", marks=pytest.mark.slow),
+        ("tp2-fsdp2", "32-true"),
         ("fsdp3", "32-true"),
-        pytest.param("pp2-fsdp2", "32-true", marks=pytest.mark.slow),
-        pytest.param("hybrid-offload", "32-true", marks=pytest.mark.slow),
-        pytest.param("tp2-hybrid", "32-true", marks=pytest.mark.slow),
-        pytest.param("tp2-fsdp2", "bf16-true", marks=pytest.mark.slow),
-        *(pytest.param(f"compiled-{name}", "32-true", marks=pytest.mark.slow) for name in COMPILED),
-        *(pytest.param(f"experts-{name}", "32-true", marks=pytest.mark.slow) for name in EXPERTS),
-        pytest.param("experts-biases", "32-true", marks=pytest.mark.slow),
+        ("pp2-fsdp2", "32-true"),
+        ("hybrid-offload", "32-true"),
+        ("tp2-hybrid", "32-true"),
+        ("tp2-fsdp2", "bf16-true"),
+        *((f"compiled-{name}", "32-true") for name in COMPILED),
+        *((f"experts-{name}", "32-true") for name in EXPERTS),
+        ("experts-biases", "32-true"),
     ],
 )
 def test_muon_steps_whole_matrices(layout: str, precision: str, tmp_path: Path) -> None:

@@ -334,10 +334,8 @@ def _compare(
             )
 
 
-@pytest.mark.spread(1)
-@pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*CASES, *SLOW])
 def test_losses_of_layers_have_the_items_of_the_main_loss(case: str) -> None:
     _compare(case, "method", ragged=True)  # plain Lightning does not weight accumulated batches
 

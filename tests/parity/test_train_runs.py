@@ -77,7 +77,7 @@ def _name(run: dict[str, Any]) -> str:
     return f"world{run['world']}-tp{args['tp']}-pp{args['pp']}{chunks}{experts}{flags}"
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("run", RUNS, ids=_name)
 def test_megatron_core_run_is_reproduced(run: dict[str, Any]) -> None:
     for steps in run_ranks(run["world"], _train, run["args"], run["world"]):

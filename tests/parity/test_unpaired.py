@@ -124,7 +124,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_folders(str(tmp_path_factory.mktemp("models")))
 
 
-_USUAL = [("llama", "one"), ("llama", "micro-1"), ("adapters", "micro-2")]
+_USUAL = [("llama", "one"), ("adapters", "micro-2")]
 _ALL = [
     (kind, layout)
     for kind in ("gpt", "llama", "adapters")

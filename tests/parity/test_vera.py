@@ -26,7 +26,7 @@ from tests.parity.test_lora import LAYOUTS
 
 VERA = VeRA(r=12, projection_prng_key=3)
 MODELS: dict[str, Any] = {"gpt": adapted_gpt, "llama": adapted_llama}
-_USUAL = [("gpt", "tp-sp"), ("gpt", "pp"), ("llama", "fsdp")]
+_USUAL = [("gpt", "tp-sp")]
 
 
 def _train(kind: str, options: Any, data: int, folder: str = "") -> Any:

@@ -61,7 +61,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("layout", SHAPES, ids=lambda layout: layout.name)
 def test_dumps_are_those_of_one_device(layout: Layout, one_device: Path, tmp_path: Path) -> None:
     run_ranks(layout.ranks, _dump, layout, str(tmp_path))

@@ -162,11 +162,6 @@ class _SlowDisk(pl.Callback):
         os.fsync = waits
 
 
-def _section_hangs(layout: Layout, folder: str) -> dict[str, list[tuple[str, str]]]:
-    places = ("setup", "save", "writing", "validation")
-    return {where: _hangs_in(layout, f"{folder}/{where}", where) for where in places}
-
-
 def _hangs_in(layout: Layout, folder: str, where: str) -> list[tuple[str, str]]:
     limits = {"save" if where == "writing" else where: timedelta(seconds=0.4)}
     watch = HangWatch(at_least=timedelta(seconds=60), sections=limits)
@@ -183,18 +178,23 @@ def _hangs_in(layout: Layout, folder: str, where: str) -> list[tuple[str, str]]:
     return [(hang.headline, hang.text) for hang in watch.hangs]
 
 
-def test_sections_have_limits(tmp_path: Path) -> None:
-    expected = {
-        "setup": ("has been in the setup for", "in the setup", "on_fit_start"),
-        "save": ("has been in a save for", "in a save", "waits"),
-        "writing": ("has been writing a save for", "in the writing of a save", "waits"),
-        "validation": ("has been in one validation for", "in a validation", "on_validation"),
-    }
-    (found,) = run(ONE, _section_hangs, tmp_path)
-    for where, (headline, activity, frame) in expected.items():
-        line, text = found[where][0]
-        assert headline in line and "(limit 0.4 s)" in line, (where, line)
-        assert activity in text and frame in text, (where, text)
+@pytest.mark.spread(1)
+@pytest.mark.parametrize(
+    ("where", "headline", "activity", "frame"),
+    [
+        ("setup", "has been in the setup for", "in the setup", "on_fit_start"),
+        ("save", "has been in a save for", "in a save", "waits"),
+        ("writing", "has been writing a save for", "in the writing of a save", "waits"),
+        ("validation", "has been in one validation for", "in a validation", "on_validation"),
+    ],
+)
+def test_sections_have_limits(
+    where: str, headline: str, activity: str, frame: str, tmp_path: Path
+) -> None:
+    (found,) = run(ONE, _hangs_in, tmp_path, where)
+    line, text = found[0]
+    assert headline in line and "(limit 0.4 s)" in line, line
+    assert activity in text and frame in text, text
 
 
 def test_limits_of_sections_are_learned() -> None:

@@ -120,6 +120,7 @@ def test_a_fully_tuned_base_model_stops_wherever_it_goes(paths: Paths, tmp_path:
     _check(tmp_path / "again")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("adapters_only", [True, False])
 def test_adapters_bring_what_they_were_taught(
     paths: Paths, tmp_path: Path, adapters_only: bool

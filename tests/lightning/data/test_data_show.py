@@ -175,6 +175,7 @@ def test_a_longer_document_is_in_no_bar() -> None:
     assert lines[-1].endswith("1 longer than 8")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a folder and chats that the example makes."""

@@ -243,7 +243,7 @@ def _body(layout: Layout, folder: str, guard: str, modes: list[Any]) -> list[set
     return findings
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("guard", GUARDS)
 def test_a_guard_is_passed_by_its_name(guard: str, tmp_path: Path) -> None:
     layout = MUTANTS[guard][0]
@@ -265,7 +265,7 @@ def test_a_guard_is_passed_by_its_name(guard: str, tmp_path: Path) -> None:
 ONLY_WARN = {"left_gradients", "shard_writes", "step_hints"}
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "single"])
 def test_losses_do_not_depend_on_guards(name: str) -> None:
     layout = LAYOUTS[name]

@@ -426,7 +426,7 @@ def test_what_a_hook_builds_is_refused_alike_on_every_rank(case: str, tmp_path: 
     assert re.search(CASES[case][3], error) and "\n" not in error
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("recompute", "sparse")])
 def test_modules(case: str, tmp_path: Path) -> None:
     layout, _, _, message = CASES[case]

@@ -132,7 +132,7 @@ def _refused(layout: Layout, folder: str, name: str) -> str:
     [
         (PP2, "sum"),
         (TP2, "generator"),
-        (PP2, "matrices"),
+        pytest.param(PP2, "matrices", marks=pytest.mark.slow),
         (FSDP2, "data"),
         *(
             pytest.param(layout, name, marks=pytest.mark.slow)

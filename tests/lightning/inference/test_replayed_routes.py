@@ -53,7 +53,7 @@ def _weights(layout: Layout, folder: str, replays: bool = True) -> dict[str, Any
     return dict(trainer.strategy.full_state_dict())  # type: ignore[attr-defined]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @layouts(TP2, CP2, EP2, PP2, slow=[FSDP2, TP2_CP2])
 def test_a_replay_trains_as_on_one_device(layout: Layout, tmp_path: Path) -> None:
     expected = single(_weights)

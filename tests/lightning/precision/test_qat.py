@@ -222,6 +222,7 @@ def test_an_engine_rounds_what_training_rounded() -> None:
     assert not torch.equal(recorded, encode(weight, form).values(form))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("strategy", [None, "megatron"])
 def test_rounding_begins_at_its_step_in_nested_layers(source: Path, strategy: str | None) -> None:
     """Before it, weights are those of a plain training; evaluations always round."""
@@ -473,6 +474,7 @@ def _with_code(source: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", ["hf", "gpt", "code"])
 def test_merged_adapters_are_the_trained_forward(
     source: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]

@@ -112,7 +112,7 @@ def _both(layout: Layout, folder: str, hook: str, options: dict[str, Any]) -> li
     return [_fit(layout, folder, **options), _fit(layout, folder, _Again(hook), **options)]
 
 
-@layouts(ONE, PP2, slow=[MICRO, DP2, DDP2, TP2_PP2, FSDP2])
+@layouts(ONE, slow=[PP2, MICRO, DP2, DDP2, TP2_PP2, FSDP2])
 @pytest.mark.parametrize(
     ("hook", "options"),
     [

@@ -359,7 +359,7 @@ def test_stateful_loaders_keep_a_state_for_each_replica(layout: Layout, tmp_path
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        (_EnergonLoader, DP2),
+        pytest.param(_EnergonLoader, DP2, marks=pytest.mark.slow),
         pytest.param(_EnergonLoader, PP2_DP2, marks=pytest.mark.slow),
         pytest.param(_EnergonLoader, ONE, marks=pytest.mark.slow),
         pytest.param(_Unsized, DP2, marks=pytest.mark.slow),
@@ -500,7 +500,10 @@ def _unusual_states(layout: Layout, folder: str, kind: type[ToyModule]) -> Any:
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
-    [pytest.param(ONE, _Searching, id="lbfgs"), pytest.param(PP2, _WithNumbers, id="numbers")]
+    [
+        pytest.param(ONE, _Searching, id="lbfgs"),
+        pytest.param(PP2, _WithNumbers, id="numbers", marks=pytest.mark.slow),
+    ]
     + [
         pytest.param(layout, _WithNumbers, id=layout.name, marks=pytest.mark.slow)
         for layout in (ONE, DDP2, PP2_DP2)

@@ -334,7 +334,7 @@ def _refused(layout: Layout, folder: str, case: str) -> str | None:
 SLOW = {"again", "dropped"}  # found in the same place as "backwards"
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES],

@@ -204,10 +204,12 @@ def _norms_by_key(layout: str) -> tuple[list[dict[str, dict[str, float]]], dict[
 @pytest.mark.parametrize(
     "layout",
     [
-        "tp2-pp2",
         "ep2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2", "pp2", "pp2-vpp2")),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp2", "dp2-zero1", "fsdp2")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2-pp2", "tp2", "pp2")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("pp2-vpp2", "ddp2", "dp2-zero1", "fsdp2")
+        ),
     ],
 )
 def test_norms_by_key(layout: str) -> None:

@@ -242,7 +242,7 @@ DP2_OFFLOAD = make_layout(
 )
 
 
-@layouts(TP2, DP2_OFFLOAD, slow=[TP2_DP2])
+@layouts(DP2_OFFLOAD, slow=[TP2, TP2_DP2])
 def test_split_layers(layout: Layout, tmp_path: Path) -> None:
     expected = single(_language)
     for rank in run(layout, _language, tmp_path):

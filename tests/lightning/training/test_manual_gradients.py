@@ -127,7 +127,7 @@ def _weights(layout: Layout, folder: str, kind: type[_Manual]) -> dict[str, Any]
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "kind",
     [
