@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.bridge.auto import AutoBridge
+from megatron_lightning.bridge.folders.configuration import config_file
 from megatron_lightning.bridge.folders.hub import local_folder
 from megatron_lightning.bridge.hf_models.logits import TOLERANCE
 from megatron_lightning.errors import ConfigError, DataError
@@ -40,10 +41,12 @@ class Subject:
         """Return the model in a folder, or of a Hub id, also as ``ID@REVISION``.
 
         Raises:
-            MissingCheckpointError: If there is no such folder, and the Hub has no such id.
+            MissingCheckpointError: If there is no such folder, and the Hub has no such id, or the
+                folder has no configuration.
         """
         name, asked = _split(model)
         path = local_folder(name, revision=revision or asked)
+        config_file(path)  # before the digest: another folder may hold anything
         is_snapshot = path.parent.name == "snapshots"
         return cls(name, path, path.name if is_snapshot else digest_of(path), trusts)
 

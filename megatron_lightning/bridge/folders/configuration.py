@@ -19,6 +19,21 @@ _SAME_AS = MappingProxyType({"kimi_k2": "deepseek_v3"})
 """Model type unknown to ``transformers`` -> equivalent type known to ``transformers``."""
 
 
+def config_file(path: Path) -> Path:
+    """Return the file with a folder's configuration.
+
+    Raises:
+        MissingCheckpointError: If the folder has none.
+    """
+    file = path / CONFIG
+    if not file.is_file():
+        raise MissingCheckpointError(
+            f"{path} has no config.json, so its model is unknown. Name a folder that "
+            "save_pretrained of transformers has written."
+        )
+    return file
+
+
 def load_config(path: Path, *, trust_remote_code: bool) -> Any:
     """Return the configuration of a folder.
 
@@ -29,12 +44,7 @@ def load_config(path: Path, *, trust_remote_code: bool) -> Any:
     require("transformers", HF_FOLDER)
     from transformers import AutoConfig
 
-    file = path / CONFIG
-    if not file.is_file():
-        raise MissingCheckpointError(
-            f"{path} has no config.json, so its model is unknown. Name a folder that "
-            "save_pretrained of transformers has written."
-        )
+    file = config_file(path)
     values = _json_of(file)
     try:
         if values.get("model_type") in _SAME_AS:

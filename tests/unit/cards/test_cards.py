@@ -272,6 +272,15 @@ def test_wrong_options_are_refused(
     assert refusal in capsys.readouterr().err
 
 
+def test_a_folder_without_a_configuration_is_wrong_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify-card", str(tmp_path), "--item", "folder"])
+    assert "has no config.json" in capsys.readouterr().err
+
+
 def test_ranks_of_a_launcher_are_refused(folder: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match="starts the ranks of its layouts itself"):
