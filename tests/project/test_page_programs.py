@@ -63,7 +63,9 @@ ELSEWHERE = {
 """Page and a text of a block -> the test that runs the block."""
 NOT_RUN = {
     ("determinism.md", "deterministic=True"): "a process of its own; test_flags.py sets it",
-    ("training.md", "optuna"): "the package optuna, and trials of a sweep",
+    ("training.md", "def validation_loss"): "a recipe; the trial of the two sweeps below it",
+    ("training.md", "import optuna"): "the package optuna, and trials of a sweep",
+    ("training.md", "from ray import tune"): "the package ray, and trials of a sweep",
     ("from_trl.md", "SFTTrainer("): "the package trl",
     ("fp8.md", 'backend="transformer_engine"'): "Transformer Engine, and a GPU",
     ("inference.md", "openai.OpenAI"): "the package openai; tests/faults/test_server.py uses it",
