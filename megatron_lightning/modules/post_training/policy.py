@@ -233,20 +233,20 @@ class PolicyModule(ReferencedModule):
         return self._sampler
 
     def setup(self, stage: str) -> None:
-        """Forget the fit before: its rows, and a sampler that an error has left."""
+        """Forget the rows of the fit before."""
         if stage == "fit":
             self._generation, self._resumed = None, {}
-            self._close_sampler()
         super().setup(stage)
 
     def teardown(self, stage: str) -> None:
         """End the sampler, which belongs to a fit."""
-        self._close_sampler()
+        self.close_sampler()
         super().teardown(stage)
 
-    def _close_sampler(self) -> None:
+    def close_sampler(self, *, has_failed: bool = False) -> None:
+        """End the sampler of a fit."""
         if self._sampler is not None:
-            self._sampler.close()
+            self._sampler.close(has_failed=has_failed)
         self._sampler = None
 
     def _shared(self, make: Callable[[], str]) -> str:

@@ -73,6 +73,12 @@ class RolloutDataModule(RunDataModule, RolloutData):
         else:
             self.file(0)
 
+    def on_exception(self, exception: BaseException) -> None:
+        """End the sampler of a fit that has failed: no hook of its module is called then."""
+        close = getattr(self._run_module(), "close_sampler", None)
+        if close is not None:
+            close(has_failed=True)
+
     def _check_ends(self) -> None:
         if not self.end_ids:
             raise ConfigError(

@@ -98,10 +98,10 @@ class RolloutSampler:
         self._warn_of_unknown(generation)
         return generation
 
-    def close(self) -> None:
+    def close(self, *, has_failed: bool = False) -> None:
         """End with the fit."""
         if self._ahead is not None:
-            self._ahead.close()
+            self._ahead.close(has_failed=has_failed)
 
     def _prompts(self, number: int) -> dict[int, Prompt]:
         """Return the first prompts of a generation by their places."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
@@ -17,7 +18,7 @@ pytest.importorskip("transformers", "5")
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Sampling
 from megatron_lightning.inference.serving.new_weights import Version
-from megatron_lightning.modules.post_training.generators import ahead
+from megatron_lightning.modules.post_training.generators import ahead, remote_engine
 from megatron_lightning.modules.post_training.generators.client import (
     AwayError,
     Generator,
@@ -87,16 +88,59 @@ def test_weights_that_a_generator_may_read_are_kept(tmp_path: Path) -> None:
     ]
 
 
+def test_weights_of_killed_fits_are_removed(tmp_path: Path) -> None:
+    """Those of a fit that runs, and folders of others, stay."""
+
+    def began(run: str) -> PublishedWeights:
+        published = PublishedWeights(None, torch.nn.Linear(1, 1), str(tmp_path), run)
+        published.begin()
+        published._written.append(Version(run, 7))
+        (tmp_path / Version(run, 7).folder).mkdir()
+        return published
+
+    killed, running = began("a"), began("b")
+    (tmp_path / "mine-7").mkdir()
+    assert killed._lock is not None
+    os.close(killed._lock)
+    last = began("c")
+    names = {one.name for one in tmp_path.iterdir()}
+    versions = {Version(run, 7).folder for run in "bc"}
+    assert names == versions | {"b.running", "c.running", "mine-7"}
+    for one in (running, last):
+        one.remove(all_of_them=True)
+    assert [one.name for one in tmp_path.iterdir()] == ["mine-7"]
+
+
+class _Server:
+    """A generator of texts with one id, which hangs while it is away."""
+
+    url = "http://a"
+
+    def __init__(self, *, is_away: bool = False) -> None:
+        self.is_away = is_away
+        self.bodies: list[Any] = []
+        self.weights: Version | None = None
+
+    def take_weights(self, version: Version, _: float) -> None:
+        self._hang()
+        self.weights = version
+
+    def continue_each(self, body: Any, _: float) -> Any:
+        self.bodies.append(body)
+        self._hang()
+        text = {"logprobs": [0.0], "ended": False, "reason": "length", "steps": [0]}
+        return [{"ids": one["prompt"], **text} for one in body["requests"]]
+
+    def _hang(self) -> None:
+        if self.is_away:
+            time.sleep(0.05)
+            raise AwayError("no answer")
+
+
 def test_a_closed_fit_asks_for_no_texts() -> None:
     """A generation ahead whose server is away ends with the fit, not behind its time."""
 
-    class Away:
-        url = "http://a"
-
-        def continue_each(self, *_: Any) -> Any:
-            raise AwayError("killed")
-
-    generators: Any = Generators([Away()], 600.0)  # type: ignore[list-item]
+    generators: Any = Generators([_Server(is_away=True)], 600.0)  # type: ignore[list-item]
     engine = RemoteEngine(generators, (), Version("a", 0))
     begun = ahead._in_thread(lambda: engine.continue_each([[1]], [Sampling()]))  # type: ignore[arg-type, return-value]
     while not generators.asked_again:
@@ -110,3 +154,47 @@ def test_requests_of_all_replicas_are_counted() -> None:
     axis = SimpleNamespace(all_gather_object=lambda count: [count, 0, 2])
     context: Any = SimpleNamespace(dp=axis, tp=axis, cp=axis, pp=axis)
     assert Replica(context).total(1) == 3
+
+
+def test_a_server_that_hangs_costs_its_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others write its texts, each a share of neighbors, until it has taken weights again."""
+    monkeypatch.setattr(remote_engine, "_PAUSE_S", 0.01)
+    servers = [_Server(), _Server(is_away=True)]
+    generators = Generators(servers, 5.0)  # type: ignore[arg-type]
+    prompts = [[n] for n in range(17)]
+
+    def generation(step: int) -> list[int]:
+        for one in servers:
+            one.bodies.clear()
+        engine = RemoteEngine(generators, (), Version("a", step))
+        texts = engine.continue_each(prompts, [Sampling()] * len(prompts))
+        assert [one.tokens for one in texts] == prompts
+        return [sum(len(body["requests"]) for body in one.bodies) for one in servers]
+
+    generators.newest = Version("a", 0)
+    assert generation(0) == [17, 9]  # the share is asked for twice
+    assert generation(0) == [17, 0]
+    generators.serve(Version("a", 1))  # does not wait for the other
+    assert generators.asked_again == 1
+    servers[1].is_away = False
+    while len(generators.present) < 2:
+        time.sleep(0.001)
+    assert servers[1].weights == Version("a", 1)
+    assert generation(1) == [8, 9]
+    assert [one["prompt"] for one in servers[1].bodies[0]["requests"]] == prompts[8:]
+    generators.close()
+
+
+@pytest.mark.parametrize(
+    ("batches", "max_steps", "last"), [(8, -1, 11), (3, -1, 5), (8, 11, 9), (3, 11, 5)]
+)
+def test_no_generation_begins_that_nobody_trains(batches: int, max_steps: int, last: int) -> None:
+    """Epochs of four generations, each of two updates; ``limit_train_batches`` of 3."""
+    trainer = SimpleNamespace(
+        max_steps=max_steps, max_epochs=3, current_epoch=1, global_step=0,
+        accumulate_grad_batches=1, num_training_batches=batches,
+    )  # fmt: skip
+    data = SimpleNamespace(updates_of_generation=2, number_of=lambda n, epoch: 4 * epoch + n)
+    one = ahead.Ahead.__new__(ahead.Ahead)
+    one._fit = SimpleNamespace(trainer=trainer, data=data)  # type: ignore[assignment]
+    assert one._last(4) == last

@@ -63,6 +63,8 @@ class Ahead:
             # A generator may still read those that the oldest generation under way begins with.
             kept=2 + options.max_staleness,
         )
+        if fit.trainer.is_global_zero:
+            self._published.begin()
         if team.is_first:  # cached properties have no lock, and generations read them in threads
             _ = fit.data.prompts, fit.data.rewards
             if options.environment is not None:
@@ -96,12 +98,12 @@ class Ahead:
                 if further not in self._begun:
                     self._begun[further] = _in_thread(lambda n=further: self._sample(n))  # type: ignore[misc]
 
-    def close(self) -> None:
+    def close(self, *, has_failed: bool = False) -> None:
         """End generations that nobody trains, which close their environments, and remove the
-        folders of weights.
+        folders of weights. A fit that has failed waits for nothing.
         """
         self._generators.close()
-        wait(self._begun.values(), timeout=_CLOSE_S)
+        wait(self._begun.values(), timeout=0.0 if has_failed else _CLOSE_S)
         if self._fit.trainer.is_global_zero:
             self._published.remove(all_of_them=True)
 
@@ -112,7 +114,7 @@ class Ahead:
             self._generators.newest = version
 
     def _last(self, number: int) -> int:
-        """Return the number of the last generation of the fit."""
+        """Return the number of the last generation of the fit, or of an epoch that is cut short."""
         trainer, data = self._fit.trainer, self._fit.data
         updates = data.updates_of_generation
         by_steps: float = math.inf
@@ -121,6 +123,10 @@ class Ahead:
         by_epochs: float = math.inf
         if trainer.max_epochs is not None and trainer.max_epochs >= 0:
             by_epochs = data.number_of(0, trainer.max_epochs) - 1
+        epoch, batches = trainer.current_epoch, updates * trainer.accumulate_grad_batches
+        end = data.number_of(math.ceil(trainer.num_training_batches / batches), epoch)
+        if end < data.number_of(0, epoch + 1):  # by limit_train_batches: numbers jump
+            by_epochs = min(by_epochs, end - 1)
         last = min(by_steps, by_epochs)
         return number + self._options.max_staleness if last == math.inf else int(last)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ from torch import nn
 from megatron_lightning.assembly.state.full_state import path_of
 from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.checkpoint.agreement import on_first_rank
+from megatron_lightning.checkpoint.format.files import make_locked, release, try_lock
 from megatron_lightning.inference.serving.new_weights import Version
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.peft import folder
 from megatron_lightning.peft.base_digest import digest_of_part, frozen_names
 from megatron_lightning.peft.methods.applied import applied_to
 from megatron_lightning.peft.saved import Base, SavedAdapters
+
+_MARK = ".running"
+"""End of the name of a folder that a running fit has locked."""
 
 
 class PublishedWeights:
@@ -41,6 +46,22 @@ class PublishedWeights:
         self._written: list[Version] = []
         self._stream: Any = None
         self._base: Base | None = None  # of adapters
+        self._lock: int | None = None  # descriptor of a folder that says that this fit runs
+
+    def begin(self) -> None:
+        """Remove the folders of fits that were killed. Called by the first rank alone.
+
+        A fit locks a folder of its own until its process ends. Without locks nothing is removed.
+        """
+        self._target.mkdir(parents=True, exist_ok=True)
+        for mark in self._target.glob(f"*{_MARK}"):
+            descriptor = os.open(mark, os.O_RDONLY)
+            if try_lock(descriptor):
+                run = mark.name.removesuffix(_MARK)
+                for path in (*self._target.glob(f"{run}-*"), mark):
+                    shutil.rmtree(path, ignore_errors=True)
+            release(descriptor)
+        self._lock = make_locked(self._target / f"{self._run}{_MARK}")
 
     def write(self, step: int) -> Version:
         """Write the weights behind optimizer step ``step``. A collective of all ranks.
@@ -90,3 +111,7 @@ class PublishedWeights:
         """Remove folders that no generator reads any more. Called by the first rank alone."""
         while len(self._written) > (0 if all_of_them else self._kept):
             shutil.rmtree(self._target / self._written.pop(0).folder, ignore_errors=True)
+        if all_of_them and self._lock is not None:
+            shutil.rmtree(self._target / f"{self._run}{_MARK}", ignore_errors=True)
+            release(self._lock)
+            self._lock = None

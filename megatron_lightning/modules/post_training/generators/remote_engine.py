@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine.text_model import Completion
@@ -27,6 +28,9 @@ _PAUSE_S = 0.5
 class Generators:
     """The generators of a fit, in the eyes of a replica. Calls may come from several threads.
 
+    A generator that does not answer is *away*: it gets no texts until it has taken weights again,
+    which a thread asks it for. A server that hangs costs its limit once.
+
     Args:
         generators: The servers.
         limit_s: Seconds that no generator may answer, before the fit ends.
@@ -38,49 +42,89 @@ class Generators:
         self.newest: Version | None = None
         """Weights for a generator that has older ones."""
         self._lock = threading.Lock()
+        self._away: set[Generator] = set()
+        self._last_error: AwayError | None = None
         self.asked_again = 0
         """Requests that another generator was asked for, or the same one once it was back."""
         self._has_ended = threading.Event()
+
+    @property
+    def present(self) -> list[Generator]:
+        """Generators that are not away."""
+        with self._lock:
+            return [one for one in self._generators if one not in self._away]
 
     def close(self) -> None:
         """End with the fit: no further text is asked for."""
         self._has_ended.set()
 
     def serve(self, version: Version) -> None:
-        """Make all generators take weights. Those that are away take them when they are back.
+        """Make the generators take weights. Those that are away take them when they are back.
 
         Raises:
             ConfigError: If a generator refuses them, or none answers in time.
         """
-        self.newest, is_told = version, False
-        deadline = time.monotonic() + self._limit_s
-        while True:
-            outcomes = _together(
-                [lambda one=one: self._give(one, version) for one in self._generators]  # type: ignore[misc]
-            )
-            away = [one for one in outcomes if one is not None]
-            if len(away) < len(self._generators):
-                return
-            if not is_told:
-                is_told = True
-                _log.warning("No generator answers yet; the fit waits for one: %s", away[0])
-            self._wait(deadline, away[0])
+        self.newest = version
+        _together([lambda one=one: self._give(one, version) for one in self.present])  # type: ignore[misc]
+        self._wait_for_one()
 
-    def _give(self, generator: Generator, version: Version) -> AwayError | None:
+    def _give(self, generator: Generator, version: Version) -> None:
         try:
             generator.take_weights(version, self._limit_s)
         except AwayError as error:
-            return error
-        return None
+            self._set_away(generator, error)
 
-    def _wait(self, deadline: float, error: Exception) -> None:
-        if time.monotonic() > deadline:
-            urls = ", ".join(one.url for one in self._generators)
-            raise ConfigError(
-                f"no generator ({urls}) has answered for {self._limit_s:g} s; the last error was: "
-                f"{error}. Start them again, or raise generator_timeout_s."
-            ) from error
-        self._has_ended.wait(_PAUSE_S)
+    def _set_away(self, generator: Generator, error: AwayError) -> None:
+        """Give the generator no texts before a thread has brought it the newest weights."""
+        with self._lock:
+            self._last_error = error
+            if generator in self._away:
+                return
+            self._away.add(generator)
+        _log.warning("A generator is away, and gets no texts until it is back: %s", error)
+        threading.Thread(
+            target=self._bring_back, args=(generator,), daemon=True, name="generator"
+        ).start()
+
+    def _bring_back(self, generator: Generator) -> None:
+        while not self._has_ended.wait(_PAUSE_S):
+            if self.newest is None:
+                continue
+            try:
+                generator.take_weights(self.newest, self._limit_s)
+            except AwayError:
+                continue
+            except ConfigError as error:  # raised again by the next request
+                _log.warning("A generator is back, and refuses the weights: %s", error)
+            with self._lock:
+                self._away.discard(generator)
+            return
+
+    def _wait_for_one(self) -> list[Generator]:
+        """Return the generators that are not away, one at least.
+
+        Raises:
+            ConfigError: If all are away for too long.
+            RuntimeError: If the fit has ended.
+        """
+        deadline = time.monotonic() + self._limit_s
+        while not (found := self.present):
+            if time.monotonic() > deadline:
+                self._give_up()
+            self._has_ended.wait(_PAUSE_S)
+            self._check_fit()
+        return found
+
+    def _give_up(self) -> NoReturn:
+        urls = ", ".join(one.url for one in self._generators)
+        raise ConfigError(
+            f"no generator ({urls}) has answered for {self._limit_s:g} s; the last error was: "
+            f"{self._last_error}. Start them again, or raise generator_timeout_s."
+        ) from self._last_error
+
+    def _check_fit(self) -> None:
+        if self._has_ended.is_set():
+            raise RuntimeError("the fit has ended, and needs no further texts")
 
     def continue_each(
         self,
@@ -97,8 +141,11 @@ class Generators:
             stops: Ids that end a text.
             least: Weights that texts begin with: these, or later ones.
         """
-        count = len(self._generators)
-        shares = [range(n, len(prompts), count) for n in range(min(count, len(prompts)))]
+        present = self._wait_for_one()
+        count = min(len(present), len(prompts))
+        # Neighbors are answers to the same prompt, and begin with the same keys.
+        ends = [len(prompts) * number // count for number in range(count + 1)]
+        shares = [range(*pair) for pair in pairwise(ends)]
 
         def ask(number: int) -> list[dict[str, Any]]:
             body = {
@@ -115,7 +162,7 @@ class Generators:
                     for place in shares[number]
                 ],
             }
-            return self._ask(body, number)
+            return self._ask(body, present[number])
 
         answers = _together([lambda n=n: ask(n) for n in range(len(shares))])  # type: ignore[misc]
         found: dict[int, Completion] = {}
@@ -123,32 +170,28 @@ class Generators:
             found |= {place: _completion_of(one) for place, one in zip(share, texts, strict=True)}
         return [found[place] for place in range(len(prompts))]
 
-    def _ask(self, body: dict[str, Any], number: int) -> list[dict[str, Any]]:
+    def _ask(self, body: dict[str, Any], generator: Generator) -> list[dict[str, Any]]:
         """Return the texts of a generator, or of the next one that answers."""
-        deadline = 0.0  # of the first failure in a row
+        failures, deadline = 0, 0.0  # of the failures in a row
         while True:
-            if self._has_ended.is_set():
-                raise RuntimeError("the fit has ended, and needs no further texts")
-            generator = self._generators[number % len(self._generators)]
+            self._check_fit()
             try:
                 return generator.continue_each(body, self._limit_s)
             except StaleError as error:
                 if self.newest is None:
                     raise ConfigError(f"{generator.url}: {error}") from error
-                failure = self._give(generator, self.newest)
+                self._give(generator, self.newest)
             except AwayError as error:
-                failure = error
+                self._set_away(generator, error)
                 with self._lock:
                     self.asked_again += 1
-                _log.warning(
-                    "A generator does not answer, and its texts are asked again: %s", error
-                )
-                number += 1
-            if failure is None:
-                deadline = 0.0
-                continue
-            deadline = deadline or time.monotonic() + self._limit_s
-            self._wait(deadline, failure)
+                failures += 1
+                deadline = deadline or time.monotonic() + self._limit_s
+                if failures > len(self._generators) and time.monotonic() > deadline:
+                    self._give_up()
+            present = self._wait_for_one()
+            if generator not in present:
+                generator = present[failures % len(present)]
 
 
 class RemoteEngine:
