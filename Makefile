@@ -25,6 +25,8 @@ SLICE ?= $(shell expr $$(date +%s) / 86400 % 7)/7
 # Ranks often wait for one another and for imports, so two files run at a time; the order stays, so
 # that no long file is last.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
+# What belongs into the long matrix, at the end of the usual run.
+LONG_ONES := --durations=20 --durations-min=5
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -57,7 +59,7 @@ check: $(INSTALLED)  ## lint beside the tests of one process, on two cores: for 
 	@$(MAKE) --no-print-directory -j2 lint some-tests SOME=tests/unit
 
 test: $(INSTALLED)  ## lint, and every test but the slow and the GPU ones
-	@$(MAKE) --no-print-directory -j2 lint some-tests SOME="$(TWO_AT_ONCE) tests"
+	@$(MAKE) --no-print-directory -j2 lint some-tests SOME="$(TWO_AT_ONCE) $(LONG_ONES) tests"
 
 some-tests: $(INSTALLED)
 	$(BIN)/python -m pytest -q $(SOME)

@@ -88,8 +88,8 @@ def on_layouts(
 @pytest.mark.parametrize(
     "names",
     [
-        ["pp2 vpp2", "tp2 ep2"],
-        pytest.param(["tp2", "tp2 sp", "pp2"], marks=pytest.mark.slow),
+        ["tp2 ep2"],
+        pytest.param(["pp2 vpp2", "tp2", "tp2 sp", "pp2"], marks=pytest.mark.slow),
     ],
     ids=", ".join,
 )

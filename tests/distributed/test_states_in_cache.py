@@ -75,6 +75,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("case", SMALL)
 def test_samples_of_a_prompt_copy_its_states(case: str, path: str, computed: list[int]) -> None:
     engine, prompts = _engine(path, **SMALL[case]), PROMPTS[:5]

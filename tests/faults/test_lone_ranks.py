@@ -80,14 +80,14 @@ def test_ranks_in_two_collectives_wait_for_each_other_unless_another_is_late() -
     assert not crosses(other, there, {0: one, 1: other, 2: there})
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # every process of a job imports torch and lightning
 @pytest.mark.parametrize(
     ("case", "layout", "words"),
     [
         ("full", "pp2", ["rank 0 has come to strategy.full_state_dict()", "lone.py", ON_ALL]),
         *(
-            pytest.param(case, layout, words, marks=pytest.mark.slow)
+            (case, layout, words)
             for case, layouts, words in (
                 ("stop", ["tp2", "pp2", "zero1"], [ALIKE]),
                 ("stop-of-1", ["tp2", "pp2", "zero1"], [ALIKE]),

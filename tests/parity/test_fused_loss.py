@@ -460,6 +460,7 @@ def _check_stages(size: int, names: list[str], layouts: list[str]) -> None:
             assert (most <= LENGTH) == is_fused, (kind, name, options, most)
 
 
+@pytest.mark.slow
 def test_the_last_stage_of_a_pipeline_computes_losses_in_chunks() -> None:
     _check_stages(2, ["granite"], ["pp2"])
 

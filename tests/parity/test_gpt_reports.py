@@ -78,10 +78,9 @@ def _train(layout: str | None, masked: bool) -> dict[str, Any]:
     return {"losses": run.losses, "norms": run.norms, "logged": run.logged}
 
 
-@pytest.mark.parametrize("masked", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "layout", ["cp2", *(pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS if n != "cp2")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_of_what_several_ranks_hold(layout: str, masked: bool) -> None:
     expected = run_ranks(1, _train, None, masked)[0]
     assert {"train_loss", "val_loss", "aux_loss", "val_aux_loss"} == expected["logged"].keys()

@@ -216,16 +216,17 @@ def _train_packed(model: str, options: dict[str, Any] | None) -> Any:
     return train(_config(model), options, rows=_packed_rows())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout", "one"),
     [
         ("untied", "cp2-dealt", None),
-        pytest.param("untied", "cp2", None, marks=pytest.mark.slow),
-        pytest.param("tied", "cp2-a2a", None, marks=pytest.mark.slow),
-        pytest.param("tied", "tp2-cp2", None, marks=pytest.mark.slow),
+        ("untied", "cp2", None),
+        ("tied", "cp2-a2a", None),
+        ("tied", "tp2-cp2", None),
         # A mean is over a micro-batch, and documents do not leave equally many labels of each.
-        pytest.param("untied", "cp2-pp2", {MICRO: 1}, marks=pytest.mark.slow),
-        pytest.param("untied", "pp4-own", {MICRO: 1}, marks=pytest.mark.slow),
+        ("untied", "cp2-pp2", {MICRO: 1}),
+        ("untied", "pp4-own", {MICRO: 1}),
     ],
 )
 def test_documents_and_masks_equal_one_process(model: str, layout: str, one: Any) -> None:

@@ -108,26 +108,22 @@ TP, PP, SP, MODE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
         pytest.param(2, {TP: 2, "micro_batch_size": 2}, id="tp2-sp"),
-        pytest.param(
-            4, {TP: 2, "micro_batch_size": 2}, id="tp2-sp-dp2-zero1", marks=pytest.mark.slow
-        ),
-        pytest.param(4, {PP: 2, "micro_batch_size": 2}, id="pp2-dp2-zero1", marks=pytest.mark.slow),
-        pytest.param(2, {MODE: "ddp"}, id="dp2-ddp", marks=pytest.mark.slow),
-        pytest.param(2, {TP: 2, SP: False}, id="tp2", marks=pytest.mark.slow),
-        pytest.param(4, {TP: 2, SP: False, MODE: "ddp"}, id="tp2-dp2-ddp", marks=pytest.mark.slow),
-        pytest.param(
-            4, {PP: 2, MODE: "ddp", "micro_batch_size": 1}, id="pp2-dp2-ddp", marks=pytest.mark.slow
-        ),
-        pytest.param(4, {}, id="dp4-zero1", marks=pytest.mark.slow),
+        pytest.param(4, {TP: 2, "micro_batch_size": 2}, id="tp2-sp-dp2-zero1"),
+        pytest.param(4, {PP: 2, "micro_batch_size": 2}, id="pp2-dp2-zero1"),
+        pytest.param(2, {MODE: "ddp"}, id="dp2-ddp"),
+        pytest.param(2, {TP: 2, SP: False}, id="tp2"),
+        pytest.param(4, {TP: 2, SP: False, MODE: "ddp"}, id="tp2-dp2-ddp"),
+        pytest.param(4, {PP: 2, MODE: "ddp", "micro_batch_size": 1}, id="pp2-dp2-ddp"),
+        pytest.param(4, {}, id="dp4-zero1"),
         pytest.param(
             8,
             {TP: 2, PP: 2, "micro_batch_size": 1},
             id="tp2-sp-pp2-dp2-zero1",
-            marks=pytest.mark.slow,
         ),
     ],
 )

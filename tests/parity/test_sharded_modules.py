@@ -218,6 +218,7 @@ def test_habits_of_modules_survive_sharding(world: int) -> None:
             assert norms == pytest.approx(expected[kind], rel=RTOL), (kind.__name__, options)
 
 
+@pytest.mark.slow
 def test_a_hook_sees_what_it_sees_under_zero1() -> None:
     """The whole parameter with this rank's sum over micro-batches, before it is reduced: a clamp
     does not commute with that."""

@@ -46,6 +46,7 @@ def test_vera_trains_as_in_stock_peft(kind: str, layout: str) -> None:
     check_trained_as_by_peft(kind, LAYOUTS[layout], VERA)
 
 
+@pytest.mark.slow
 def test_vectors_of_ranks_are_merged_as_by_peft(tmp_path: Path) -> None:
     from peft import PeftModel
 

@@ -69,6 +69,7 @@ def _workers(folder: Path, source: str, **values: Any) -> Workers:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_survives_a_hang_and_a_crash_and_goes_on_after_a_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

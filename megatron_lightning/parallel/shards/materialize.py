@@ -99,8 +99,8 @@ def _initializer(model: nn.Module, path: str) -> tuple[Callable[[str, Tensor], N
     """Return the ``init_weights(name, tensor)`` for the tensor at ``path``, and the tensor's name
     as an argument of the method.
     """
-    segments, modules = path.split("."), dict(model.named_modules())
-    owners = [modules.get(".".join(segments[:depth])) for depth in range(len(segments))]
+    segments = path.split(".")
+    owners = [model.get_submodule(".".join(segments[:depth])) for depth in range(len(segments))]
     for depth, owner in enumerate(owners):
         if isinstance(owner, Attachment):
             return owner.init_weights, ".".join(segments[depth:])

@@ -256,6 +256,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_another_ranks_report_ends_a_blocked_process(store: dist.Store, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "store")],

@@ -29,6 +29,7 @@ def _train(folder: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_executed_step_is_the_schedule(tmp_path: Path) -> None:
     run_ranks(4, _train, str(tmp_path))  # two pipelines
     assert sorted(path.name for path in tmp_path.iterdir()) == [

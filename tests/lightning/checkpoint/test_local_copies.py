@@ -206,6 +206,7 @@ def _beside_training(layout: Layout, folder: str) -> int:
     return watch.beside
 
 
+@pytest.mark.slow
 def test_training_continues_during_the_save(tmp_path: Path) -> None:
     assert all(count > 0 for count in run(DP2, _beside_training, tmp_path))
 

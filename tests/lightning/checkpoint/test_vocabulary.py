@@ -85,13 +85,13 @@ def _misshaped(layout: Layout, folder: str, size: str, tied: bool) -> None:
         _fit(layout, folder, size, tied, hidden=32, more=OPTIONS)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "sizes", "tied"),
     [
         pytest.param(TP2, ONE, ("large", "small"), True, id="tp2-cut-tp1"),
         pytest.param(ONE, TP2, ("small", "large"), False, id="tp1-extended-tp2"),
-        pytest.param(TP2, TP2, ("large", "small"), False, id="tp2-cut-tp2", marks=pytest.mark.slow),
+        pytest.param(TP2, TP2, ("large", "small"), False, id="tp2-cut-tp2"),
     ],
 )
 def test_rows_are_cut_or_zero(

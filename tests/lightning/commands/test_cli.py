@@ -709,6 +709,7 @@ def test_an_error_in_a_step_keeps_its_traceback(
         main(["fit", "--config", config])
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize(
     ("args", "message"),
     [

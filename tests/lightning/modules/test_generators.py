@@ -155,6 +155,7 @@ def test_adapters_of_another_base_are_refused(
             fit(folder, tmp_path, lora=True, **options)
 
 
+@pytest.mark.slow
 def test_generations_ahead_keep_the_bound_and_survive_a_generator(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,16 +72,16 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return str(path)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("new", "kind", "layout", "data"),
     [
         (SPARE, "llama", {TP: 2}, 1),
         (GROWN, "llama", {TP: 2}, 1),
         (GROWN, "gpt", {PP: 2, "micro_batch_size": 2}, 1),
-        pytest.param(GROWN, "llama", {"data_parallel": "fsdp"}, 2, marks=pytest.mark.slow),
-        pytest.param(SPARE, "llama", {PP: 2, "micro_batch_size": 2}, 1, marks=pytest.mark.slow),
-        pytest.param(SPARE, "gpt", {PP: 2, "micro_batch_size": 2}, 1, marks=pytest.mark.slow),
+        (GROWN, "llama", {"data_parallel": "fsdp"}, 2),
+        (SPARE, "llama", {PP: 2, "micro_batch_size": 2}, 1),
+        (SPARE, "gpt", {PP: 2, "micro_batch_size": 2}, 1),
     ],
 )
 def test_rows_begin_as_the_mean_alike(
@@ -155,7 +155,7 @@ def _fine_tune(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("adapters", [False, True])
 def test_an_exported_folder_has_the_tokenizer_with_new_tokens(
     adapters: bool, tmp_path: Path
 ) -> None:

@@ -411,19 +411,17 @@ def test_the_three_products_of_every_layer_are_quantized(case: Case) -> None:
         assert layers and counts == {"products": products, "quantized": products}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         pytest.param(Case(4, {TP: 2}, replicas=2), id="tp2-dp2"),
-        pytest.param(Case(4, {CP: 2}, replicas=2), id="cp2-dp2", marks=pytest.mark.slow),
-        pytest.param(Case(4, {TP: 2, **ZBV}), id="tp2-zbv", marks=pytest.mark.slow),
-        pytest.param(
-            Case(4, {TP: 2, EP: 2}, "experts", 2), id="experts-tp2-ep2", marks=pytest.mark.slow
-        ),
+        pytest.param(Case(4, {CP: 2}, replicas=2), id="cp2-dp2"),
+        pytest.param(Case(4, {TP: 2, **ZBV}), id="tp2-zbv"),
+        pytest.param(Case(4, {TP: 2, EP: 2}, "experts", 2), id="experts-tp2-ep2"),
         pytest.param(
             Case(2, {"data_parallel": "fsdp", "recompute": KINDS["uniform"]}, replicas=2),
             id="fsdp2",
-            marks=pytest.mark.slow,
         ),
     ],
 )

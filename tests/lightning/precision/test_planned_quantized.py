@@ -112,9 +112,8 @@ def _train(case: Case) -> tuple[int, int]:
     return held.num_codes, held.num_bytes
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "zero1" else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_ranks_hold_the_planned_codes(name: str) -> None:
     case = CASES[name]
     config, layout = tiny_config(**MODEL | case.model), ParallelLayout(**case.layout)

@@ -127,7 +127,7 @@ def _counted(layout: Layout, folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @layouts(PP2, PP2_VPP2)
 def test_counters_and_containers_are_those_of_one_device(layout: Layout, tmp_path: Path) -> None:
     expected = single(_counted)

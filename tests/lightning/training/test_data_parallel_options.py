@@ -93,7 +93,7 @@ def _train(layout: Layout, folder: str, name: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "name"),
     [
@@ -101,10 +101,10 @@ def _train(layout: Layout, folder: str, name: str) -> dict[str, Any]:
         (DP2, "offload"),
         (DP2, "hybrid"),
         (SINGLE_OURS, "offload"),
-        pytest.param(FSDP2, "offload", marks=pytest.mark.slow),
-        pytest.param(PP2_FSDP2, "offload", marks=pytest.mark.slow),
-        pytest.param(PP2_DP2, "overlap", marks=pytest.mark.slow),
-        pytest.param(PP2_DP2, "offload", marks=pytest.mark.slow),
+        (FSDP2, "offload"),
+        (PP2_FSDP2, "offload"),
+        (PP2_DP2, "overlap"),
+        (PP2_DP2, "offload"),
     ],
     ids=lambda value: getattr(value, "name", value),
 )

@@ -122,7 +122,8 @@ def _logging(layout: Layout, folder: str) -> dict[str, Any]:
     }
 
 
-@layouts(PP2, slow=[MICRO])
+@pytest.mark.slow
+@layouts(PP2, MICRO)
 def test_logging_options(layout: Layout, tmp_path: Path) -> None:
     expected = single(_logging)
     for index, rank in enumerate(run(layout, _logging, tmp_path)):

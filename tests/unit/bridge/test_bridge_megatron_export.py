@@ -62,6 +62,7 @@ def _values(source: Any, name: str) -> Tensor:
     return out
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("case", "kind"),
     [("dense", "gpt"), ("experts", "hf"), ("uneven", "gpt")],

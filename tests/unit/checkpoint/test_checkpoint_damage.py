@@ -158,9 +158,9 @@ def test_hostile_manifests_are_refused(
         open_checkpoint(tmp_path / "a")
 
 
-@pytest.mark.parametrize("boxes", [1, 2000])
+@pytest.mark.parametrize("boxes", [1, 1000])
 def test_a_dtype_that_contradicts_the_file_s_own_is_refused(tmp_path: Path, boxes: int) -> None:
-    """The bytes and their checksums are the same; with 2,000 tensors the header is longer than what
+    """The bytes and their checksums are the same; with 1,000 tensors the header is longer than what
     is read of it at first."""
     tensors = {f"state_dict.{i}": torch.arange(6, dtype=torch.int32) for i in range(boxes)}
     save_tensors(tmp_path / "a", tensors)

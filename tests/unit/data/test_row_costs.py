@@ -23,7 +23,7 @@ from tests.helpers.chats import write_rows
 from tests.helpers.gpt_folders import make_folder
 from tests.helpers.image_folders import draw_image, make_image_folder, part, words
 
-NUM_ROWS, NUM_RANKS, NUM_DOCUMENTS = 16, 4, 120
+NUM_ROWS, NUM_RANKS, NUM_DOCUMENTS = 16, 4, 60
 
 
 def test_costs_are_of_text_and_of_every_image() -> None:

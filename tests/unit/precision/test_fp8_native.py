@@ -228,11 +228,14 @@ def test_scales_of_experts_are_not_repeated() -> None:
     assert scales is not None and scales.shape == (4, 70)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
         "current",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("delayed", "rowwise", "blockwise")),
+        "delayed",
+        "rowwise",
+        "blockwise",
     ],
 )
 def test_layers_are_compiled(name: str) -> None:
