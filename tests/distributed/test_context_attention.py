@@ -134,7 +134,8 @@ def test_other_levels(levels: list[int]) -> None:
     _compare(levels[0] * levels[1], "a2a+p2p", levels)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 1])
 def test_products_and_a_softmax_compute_blocks(num_ranks: int) -> None:
     _compare(num_ranks, "p2p", kernels="math")
 

@@ -209,6 +209,7 @@ def test_any_table_that_is_valid_runs(pp: int, seeds: range) -> None:
     )
 
 
+@pytest.mark.slow
 def test_stages_without_gradient_are_skipped() -> None:
     """A detach in a middle or last stage: zeros travel where a gradient is waited for, nothing
     where none can be."""

@@ -20,7 +20,7 @@ MORE = (
 )  # fmt: skip
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", [*USUAL, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)])
 def test_a_familys_folder_is_read_and_given_back(name: str) -> None:
     found = {family.name: family for family in hf_families.families()}

@@ -188,6 +188,7 @@ def test_experts_one_by_one_train_as_all_at_once() -> None:
         assert single == pytest.approx(grouped, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_sequence_does_not_depend_on_micro_batches() -> None:
     """Megatron-LM 5798."""
     expected, found = _one("sequence"), _one("sequence", 4)

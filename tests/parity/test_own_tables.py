@@ -119,7 +119,7 @@ def test_resuming_at_a_smaller_batch_is_bit_equal(tmp_path: Path) -> None:
     assert run_ranks(2, _resume, str(path), str(tmp_path / "stopped.ckpt")) == [True, True]
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("same_trainer", [True, False])
 def test_another_training_is_judged_by_its_own_batches(same_trainer: bool, tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"

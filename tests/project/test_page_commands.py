@@ -106,7 +106,7 @@ def test_a_tool_takes_the_options(command: str, monkeypatch: pytest.MonkeyPatch)
         cli.main(_words(command))
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("command", FITS)
 def test_a_fit_takes_the_options(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

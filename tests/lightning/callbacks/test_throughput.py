@@ -350,6 +350,7 @@ def _resumed(folder: str, strategy: str) -> list[tuple[int, int]]:
     return counts
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("strategy", ["ours", "auto"])
 def test_a_resume_continues_the_counts(strategy: str, tmp_path: Path) -> None:
     assert _resumed(str(tmp_path), strategy) == [(12, 12 * SEQUENCE), (20, 20 * SEQUENCE)]

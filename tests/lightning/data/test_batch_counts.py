@@ -185,6 +185,7 @@ def _predicted(layout: Layout, folder: str) -> list[Any]:
     return trainer.predict(module, DataLoader(samples(5, 4), batch_size=1))
 
 
+@pytest.mark.slow
 def test_predictions_of_a_number_of_samples_that_ranks_cannot_share(tmp_path: Path) -> None:
     expected = run(DP2, _predicted, tmp_path)
     found = run(FSDP2, _predicted, tmp_path)

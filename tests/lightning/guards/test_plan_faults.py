@@ -297,7 +297,7 @@ def test_a_penalty_that_begins_later_is_found(case: str) -> None:
             assert words in found
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("case", SHAPES)
 def test_a_shape_error_names_the_row_that_is_missing(case: str) -> None:
     for found in run_ranks(2, error_of, case):

@@ -76,6 +76,7 @@ def _fit(layout: Layout, folder: str, write: str) -> tuple[list[str], dict[str, 
     return [text for text in texts if "a hook has written into" in text], weights
 
 
+@pytest.mark.slow
 def test_a_hook_that_writes_shards_is_warned_of_once(tmp_path: Path) -> None:
     for rank, (texts, _) in enumerate(run(TP2_TOY, _fit, tmp_path, "columns")):
         assert len(texts) == (rank == 0)

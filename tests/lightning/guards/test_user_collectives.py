@@ -322,6 +322,7 @@ def test_sums_over_the_parts_of_sequences_pass(tmp_path: Path) -> None:
     assert_close(found, plain)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_only_experts_hold_different_samples(tmp_path: Path) -> None:
     found, plain = (
         run(layout, _fit_with, tmp_path, _all_reduce)[0] for layout in (EXPERTS_EP2, EXPERTS_DP2)

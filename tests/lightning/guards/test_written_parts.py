@@ -76,15 +76,15 @@ def _matrices(layout: Layout, folder: str, when: str) -> list[float] | str:
     return record.losses
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "when"),
     [
         pytest.param(TP2_TOY, "every", id="tp2-every"),
         pytest.param(FSDP2, "once", id="fsdp2-once"),
-        pytest.param(TP2_TOY, "start", id="tp2-start", marks=pytest.mark.slow),
-        pytest.param(TP2_TOY, "once", id="tp2-once", marks=pytest.mark.slow),
-        pytest.param(FSDP2, "every", id="fsdp2-every", marks=pytest.mark.slow),
+        pytest.param(TP2_TOY, "start", id="tp2-start"),
+        pytest.param(TP2_TOY, "once", id="tp2-once"),
+        pytest.param(FSDP2, "every", id="fsdp2-every"),
     ],
 )
 def test_written_parts_of_matrices_are_those_of_one_device_or_refused(
@@ -122,9 +122,9 @@ def _codes(coded: bool, options: dict[str, Any], when: str) -> list[float] | str
     [
         pytest.param({}, "once", id="zero1-once"),
         pytest.param(FSDP, "every", id="fsdp-every"),
-        pytest.param({}, "start", id="zero1-start", marks=pytest.mark.slow),
-        pytest.param(FSDP, "start", id="fsdp-start", marks=pytest.mark.slow),
-        pytest.param(FSDP, "once", id="fsdp-once", marks=pytest.mark.slow),
+        pytest.param({}, "start", id="zero1-start"),
+        pytest.param(FSDP, "start", id="fsdp-start"),
+        pytest.param(FSDP, "once", id="fsdp-once"),
     ],
 )
 def test_weights_that_are_quantized_data_are_written_as_others_or_refused(

@@ -54,7 +54,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 fsdp": (4, {PP: 2, MICRO: 2, "data_parallel": "fsdp"}),
     "recompute": (2, {TP: 2, "recompute": RECOMPUTE}),
 }
-USUAL = ("tp2", "pp2 vpp2", "fsdp", "ep2")
+USUAL = ("tp2", "pp2 vpp2", "ep2")
 
 
 def sampler(tokenizer: str, **options: Any) -> SampleText:

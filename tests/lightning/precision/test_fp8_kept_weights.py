@@ -89,7 +89,9 @@ class _CallThenWrite(pl.Callback):
             parameter.data.mul_(0.5)
 
 
-@pytest.mark.parametrize("steps", ["one micro-batch", "pipelined"])
+@pytest.mark.parametrize(
+    "steps", ["one micro-batch", pytest.param("pipelined", marks=pytest.mark.slow)]
+)
 def test_callbacks_may_call_the_model_and_write_its_weights(steps: str) -> None:
     case = Case(1, {} if steps == "pipelined" else {"micro_batch_size": None}, steps=2)
 

@@ -160,7 +160,8 @@ def _adapted() -> nn.Module:
     return fill(LoRA(target_modules=["q_proj", "v_proj", "o_proj"]).apply(_gpt_oss()), zero=False)
 
 
-@layouts(CP2_GATHERED, slow=[CP2, CP2_FSDP, CP2_PP2])
+@pytest.mark.slow
+@layouts(CP2_GATHERED, CP2, CP2_FSDP, CP2_PP2)
 def test_adapters(layout: Layout, tmp_path: Path) -> None:
     _assert_equal(run(layout, _fit, tmp_path, _adapted), _adapted)
 

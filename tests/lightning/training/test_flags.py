@@ -161,7 +161,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("case", "layout"), SPREAD, ids=[f"{case}-{layout.name}" for case, layout in SPREAD]
 )

@@ -116,6 +116,7 @@ def _another_layout(layout: Layout, folder: str) -> None:
         DP2.trainer(folder, max_epochs=1).fit(module, datamodule=DP2.data_module())
 
 
+@pytest.mark.slow
 def test_a_module_cannot_change_its_layout(tmp_path: Path) -> None:
     run(PP2, _another_layout, tmp_path)
 

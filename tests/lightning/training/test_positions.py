@@ -49,7 +49,7 @@ def _losses(layout: Layout, folder: str, kind: str) -> list[float]:
     return record.losses
 
 
-@pytest.mark.spread(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decay", "halves", "frozen", "adagrad", "head"])
 def test_positions_are_those_of_one_device(kind: str, tmp_path: Path) -> None:
     expected = single(_losses, kind)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,7 +49,8 @@ def _fitted(layout: Layout, folder: str, kind: type[VectorModule]) -> dict[str, 
     return metrics_of(fitted)
 
 
-@layouts(PP2, slow=[MICRO, PP2_DP2])
+@pytest.mark.slow
+@layouts(PP2, MICRO, PP2_DP2)
 def test_layers_are_chosen_by_index(layout: Layout, tmp_path: Path) -> None:
     for rank in run(layout, _fitted, tmp_path, _ByIndex):
         assert_close(rank, single(_fitted, _ByIndex))

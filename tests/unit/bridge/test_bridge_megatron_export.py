@@ -84,6 +84,7 @@ def test_what_comes_back_is_equal_to_the_bit(
         assert torch.equal(_values(ours, name), _values(back, name)), name
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("case", CASES)
 def test_keys_are_those_of_megatron_core(folder: Path, tmp_path: Path, case: str) -> None:
     """Of a checkpoint that Megatron-Core itself has saved, without its padding."""

@@ -155,6 +155,7 @@ def test_a_model_that_no_family_describes_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["qwen2", "qwen2-moe", "kimi-k2"])
 def test_a_folder_becomes_a_checkpoint_and_comes_back(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
