@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import json
 import os
 import re
 import sys
@@ -32,7 +33,7 @@ from megatron_lightning.cli_parser import (
     in_one_line,
     suggestion,
 )
-from megatron_lightning.errors import EXPLAINED, CheckpointError, ConfigError
+from megatron_lightning.errors import EXPLAINED, CheckpointError, ConfigError, ReportedError
 from megatron_lightning.resilience.exit_codes import FAILED, INTERRUPTED, WRONG_CONFIGURATION
 
 if TYPE_CHECKING:
@@ -97,11 +98,10 @@ def main(args: Sequence[str] | None = None) -> None:
             os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")
         )
         if is_first and not _was_printed(error):
-            print(
-                f"megatron-lightning: error: {in_one_line(str(error))}",
-                file=sys.stderr,
-                flush=True,
-            )
+            message = in_one_line(str(error))
+            print(f"megatron-lightning: error: {message}", file=sys.stderr, flush=True)
+            if "--json" in arguments and not isinstance(error, ReportedError):
+                print(json.dumps({"errors": [message]}))
         raise SystemExit(WRONG_CONFIGURATION) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None  # as a shell reports Ctrl-C, without a traceback

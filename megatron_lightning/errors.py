@@ -41,6 +41,10 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
         )
 
 
+class ReportedError(CheckpointError):
+    """Damage that a command has printed as JSON before it ends."""
+
+
 class ShardingError(MegatronLightningError, RuntimeError):
     """A parameter or module in contradiction to the declared sharding."""
 

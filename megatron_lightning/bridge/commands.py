@@ -36,7 +36,12 @@ from megatron_lightning.bridge.megatron_checkpoints.torch_dist import is_megatro
 from megatron_lightning.bridge.pruning.command import prune
 from megatron_lightning.bridge.verification import RoundTrip, compare_folders, round_trip
 from megatron_lightning.checkpoint.progress import progress_bar
-from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
+from megatron_lightning.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingCheckpointError,
+    ReportedError,
+)
 from megatron_lightning.file_names import CONFIG
 from megatron_lightning.precision.served.inputs import InputName
 from megatron_lightning.precision.served.values import Fit, ServedName
@@ -321,7 +326,7 @@ def verify(  # noqa: PLR0917  # every argument is an option of the command line
         }
         print(json_format.dumps(known, indent=2))
     if problem is not None:
-        raise CheckpointError(problem)
+        raise ReportedError(problem) if json else CheckpointError(problem)
     if comparison is not None and not json:
         memory = "one block in memory at a time" if comparison.by_block else "all weights in memory"
         print(

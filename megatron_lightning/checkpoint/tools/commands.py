@@ -20,7 +20,7 @@ from megatron_lightning.checkpoint.tools import (
     verification,
 )
 from megatron_lightning.checkpoint.tools.inspection import contents, describe, readable_bytes
-from megatron_lightning.errors import CheckpointError
+from megatron_lightning.errors import CheckpointError, ReportedError
 
 _LISTED = 20
 
@@ -71,7 +71,8 @@ def verify(path: str, json: bool = False) -> None:
     if damages:
         listing = "; ".join(map(str, damages[:_LISTED]))
         more = f"; and {len(damages) - _LISTED} more" if len(damages) > _LISTED else ""
-        raise CheckpointError(f"{path} is damaged in {len(damages)} places: {listing}{more}")
+        message = f"{path} is damaged in {len(damages)} places: {listing}{more}"
+        raise ReportedError(message) if json else CheckpointError(message)
     if not json:
         print(
             f"{path} is sound: {len(manifest.tensors)} tensors in {len(manifest.files)} files, "

@@ -59,6 +59,23 @@ def wrong(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list
     return errors
 
 
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        (["plan", f"--config={LLAMA}", "--search", "--device=h9"], "device is 'h9'"),
+        (["checkpoint", "inspect", "nowhere.ckpt"], "not found: nowhere.ckpt"),
+    ],
+)
+def test_json_says_what_ends_a_command(
+    command: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--json"])
+    printed = capsys.readouterr()
+    [found] = json.loads(printed.out)["errors"]
+    assert error in found and found in printed.err
+
+
 def changed(tmp_path: Path, **changes: Any) -> Path:
     """Write a recipe whose values at dotted paths are others."""
     recipe = yaml.safe_load(LLAMA.read_text())
