@@ -172,12 +172,6 @@ def check_context(
     Raises:
         ConfigError: If such a feature is requested.
     """
-    if is_finetune_data(data) and data.images is not None:
-        raise ConfigError(
-            f"context_parallel_size is {options.layout.cp}, and {type(data).__name__} reads images "
-            "or sounds, whose entries are not divided among ranks that share rows. Set "
-            "context_parallel_size to 1; tensor parallelism divides long rows, too."
-        )
     sequence_dims_of(module, data)
     config = model_config(module)
     if config is not None:

@@ -127,30 +127,43 @@ def test_images_equal_one_process(layout: str, models: list[tuple[str, bool]]) -
 
 
 class _Parts(Reader):
-    sequence_dims: ClassVar[Mapping[str, int]] = {"labels": 1, "input_ids": 1}
+    """The batch is divided, and the model gets full rows all the same."""
 
+    sequence_dims: ClassVar[Mapping[str, int]] = {"labels": 1, "input_ids": 1, "position_ids": 1}
 
-class _Positions(Reader):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        positions = torch.arange(LENGTH)[None]
-        return super().training_step(batch | {"position_ids": positions}, batch_idx)
+        assert batch["input_ids"].shape[1] == LENGTH // 2
+        return super().training_step(batch, batch_idx)
 
 
-def _refused(make: type[Reader]) -> str:
+class _Cut(Reader):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch | {"input_ids": batch["input_ids"][:, 1:]}, batch_idx)
+
+
+def _of_parts(options: dict[str, Any] | None) -> list[float]:
+    samples: Any = rows("llava", images=True)
+    for sample in samples:  # two documents
+        sample["position_ids"] = torch.arange(LENGTH) % 10
+    loader = DataLoader(samples, BATCH)
+    return fit(options, (Reader if options is None else _Parts)("llava"), loader, steps=2).norms
+
+
+def _refused() -> str:
     samples: Any = rows("llava", images=True)
     with pytest.raises(ConfigError) as error:
-        fit = trainer(MegatronStrategy(**{CP: 2}), max_steps=1)
-        fit.fit(make("llava"), DataLoader(samples, BATCH))
+        trainer(MegatronStrategy(**{CP: 2}), max_steps=1).fit(_Cut("llava"), DataLoader(samples))
     return str(error.value)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (_Parts, "input_ids of 8 columns, and the full rows have 16"),
-        (_Positions, "position_ids, which may begin documents"),
-    ],
-)
-def test_divided_rows_and_positions_are_refused(make: type[Reader], text: str) -> None:
-    assert all(text in message for message in run_ranks(2, _refused, make))
+def test_parts_of_rows_become_full_ones() -> None:
+    (alone,) = run_ranks(1, _of_parts, None)
+    for norms in run_ranks(2, _of_parts, {CP: 2}):
+        assert norms == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_other_rows_are_refused() -> None:
+    text = "input_ids of 15 columns, and the full rows have 16"
+    assert all(text in message for message in run_ranks(2, _refused))

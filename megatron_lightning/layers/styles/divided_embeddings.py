@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.styles.common import AdditionalStyle
+from megatron_lightning.parallel.documents import Documents
 from megatron_lightning.parallel.grid.context import ParallelContext
 from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
@@ -24,6 +25,8 @@ _EMBEDDINGS, _POSITIONS = "inputs_embeds", "position_ids"
 _PLACES, _FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
 """Whether a token is one of an image [b, s], and features [n, h] of these tokens for each of the
 first layers, which are added to hidden states behind the layer."""
+_DOCUMENTS = "documents"
+"""Keyword that reaches our attention through the layers' calls."""
 _KNOWN = (_EMBEDDINGS, _POSITIONS, "attention_mask", "labels", "shift_labels", _PLACES, _FEATURES)
 """Tensors in a text model's call. The text model does not read labels."""
 
@@ -32,7 +35,7 @@ _KNOWN = (_EMBEDDINGS, _POSITIONS, "attention_mask", "labels", "shift_labels", _
 class DivideEmbeddings:
     """Forward pre-hook of a text model of ``transformers``: the rank's part of the embeddings
     [b, s, h] and of the positions [b, s], or [n, b, s] for positions of images, and features of the
-    part's image tokens.
+    part's image tokens. Attention receives the documents of the rows.
     """
 
     part: SequencePart
@@ -60,6 +63,8 @@ class DivideEmbeddings:
             local_positions = self.part.split(positions, positions.ndim - 1)
         local_embeddings = self.part.split(embeddings, 1)
         local = {_EMBEDDINGS: local_embeddings, _POSITIONS: local_positions}
+        if (documents := documents_of(positions)) is not None:
+            local[_DOCUMENTS] = documents
         if kwargs.get(_PLACES) is not None:
             local |= self._visual(kwargs[_PLACES], kwargs.get(_FEATURES) or ())
         return args, kwargs | local
@@ -72,6 +77,19 @@ class DivideEmbeddings:
         local_places = self.part.split(places, 1)
         chosen = self.part.split(numbers, 1)[local_places]
         return {_PLACES: local_places, _FEATURES: [x[chosen] for x in features]}
+
+
+def documents_of(positions: Tensor | None) -> Documents | None:
+    """Return the documents of full rows. None: every row is one.
+
+    Args:
+        positions: [b, s], or [4, b, s], of which the first are flat. Three count time, height and
+            width of rows of one document. None: those of rows of one document.
+    """
+    if positions is None or (positions.ndim == 3 and len(positions) != 4):
+        return None
+    found = Documents.of_positions(positions if positions.ndim == 2 else positions[0])
+    return None if found.are_full_rows else found
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ on an instance, a hook, an attention function or a replaced layer may compute an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -25,9 +25,16 @@ _HARMLESS = frozenset({
 """Methods and attributes that no forward of hidden states calls."""
 
 
-def foreign_code(model: nn.Module) -> str | None:
-    """Return the path of the first module with code of unknown files, and the code's name."""
+def foreign_code(model: nn.Module, beside: Collection[str] = ()) -> str | None:
+    """Return the path of the first module with code of unknown files, and the code's name.
+
+    Args:
+        model: The model.
+        beside: Paths of modules whose code may be any.
+    """
     for path, module in model.named_modules():
+        if any(f"{path}.".startswith(f"{one}.") for one in beside):
+            continue
         for name, function in _functions(module):
             if not is_known(function):
                 return f"{path}.{name}" if path else name

@@ -16,7 +16,7 @@ from torch import nn
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.attention.transformers_attention import looks_attention_up
 from megatron_lightning.layers.styles import ContextAttention
-from megatron_lightning.layers.styles.divided_embeddings import DividedEmbeddings
+from megatron_lightning.layers.styles.divided_embeddings import DividedEmbeddings, documents_of
 from megatron_lightning.layers.styles.shared_rows import FoundMixers
 from megatron_lightning.models.plans.foreign_code import foreign_code
 from megatron_lightning.models.plans.hf_rows import as_patterns
@@ -38,16 +38,28 @@ FAMILIES = frozenset({
 
 IMAGE_FAMILIES: Mapping[str, frozenset[str]] = MappingProxyType(
     {
-        "llava": FAMILIES,
-        "llava_next": FAMILIES,
-        "qwen2_5_vl": frozenset({"qwen2_5_vl_text"}),
-        "qwen3_vl": frozenset({"qwen3_vl_text"}),
+        **dict.fromkeys(
+            (
+                "aria", "aya_vision", "deepseek_vl", "idefics3", "internvl", "llava", "llava_next",
+                "llava_onevision", "mistral3", "ovis2", "smolvlm", "vipllava",
+            ),
+            FAMILIES,
+        ),
+        **{
+            name: frozenset({f"{name}_text"})
+            for name in (
+                "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl",
+                "qwen3_vl", "qwen3_vl_moe",
+            )
+        },
     }
-)
+)  # fmt: skip
 """``model_type`` of models that merge images with the embeddings of text -> ``model_type`` of the
 text models, called with embeddings."""
-_TEXT_MODEL = "language_model"
+_TEXT_MODELS = ("language_model", "text_model")
 
+_FULL_ROWS = ("input_ids", "position_ids", "mm_token_type_ids", "token_type_ids")
+"""Keywords of models with images for values of tokens, which they get of full rows."""
 _DOCUMENTS = "documents"
 """Keyword that reaches our attention through the layers' calls."""
 
@@ -130,19 +142,22 @@ def _with_divided_embeddings(model: nn.Module, plan: ShardingPlan) -> ShardingPl
     """Return ``plan`` with rows for the text model of a model with images. Its tower sees all
     images on every rank.
     """
-    if code := foreign_code(model):
+    if code := foreign_code(model, beside=towers_of(model)):  # every rank runs them on all images
         raise ConfigError(
             f"{type(model).__name__} has code that is not of transformers ({code}), which may mix "
             "the tokens of a row, and ranks that share sequences know what the family does. Leave "
             "the code out, or set context_parallel_size to 1."
         )
     paths = dict(model.named_modules())
-    text = next(path for path in paths if path.rpartition(".")[2] == _TEXT_MODEL)
+    text = next(path for path in paths if path.rpartition(".")[2] in _TEXT_MODELS)
     _check_positions(model.config.get_text_config(), type(model).__name__)  # type: ignore[union-attr,operator]
     inner = {path: child for path, child in paths.items() if path.startswith(f"{text}.")}
     rows = _attention_rows(inner, plan) | {text: DividedEmbeddings(also=plan.style_of(text))}
     return plan | ShardingPlan(
-        modules=as_patterns(rows, paths), sequence_dim=plan.sequence_dim, positions=""
+        modules=as_patterns(rows, paths),
+        sequence_dim=plan.sequence_dim,
+        positions="",
+        full_rows=_FULL_ROWS,
     )
 
 
@@ -198,8 +213,10 @@ def check_call(
             other.
     """
     name = type(model).__name__
+    documents = added.get(_DOCUMENTS)
     if takes_images(model):
-        _check_full_rows(name, given, length)
+        _check_full_rows(name, {**given, **added}, length)
+        documents = documents_of(added.get("position_ids", given.get("position_ids")))
     if given.get("labels") is not None and given.get("shift_labels") is None:
         raise ConfigError(
             f"{name} was given labels, which it shifts within the part of the sequence that a rank "
@@ -210,7 +227,6 @@ def check_call(
     config: Any = model.config
     caches = given.get("use_cache")
     caches = getattr(config, "use_cache", False) if caches is None else caches
-    documents = added.get(_DOCUMENTS)
     parted = documents is not None and not documents.are_full_rows
     if parted and (caches or given.get("attention_mask") is not None):
         finding = "use_cache is on" if caches else "there is an attention_mask"
@@ -229,23 +245,16 @@ def check_call(
 
 
 def _check_full_rows(name: str, given: Mapping[str, Any], length: int) -> None:
-    """Check that a model with images is called with full rows, without positions.
+    """Check that a model with images is called with full rows.
 
     Raises:
-        ConfigError: If rows are divided already, or positions may begin documents.
+        ConfigError: If rows have other tokens.
     """
     tokens = given.get("input_ids")
     if tokens is None or tokens.shape[1] != length:
         found = "no input_ids" if tokens is None else f"input_ids of {tokens.shape[1]} columns"
         raise ConfigError(
             f"{name} was called with {found}, and the full rows have {length} positions. A model "
-            "with images gets full rows and divides them behind the merge: declare only the "
-            "entries that are compared with logits in sequence_dims, such as labels, and pass "
-            "input_ids in full."
-        )
-    if given.get("position_ids") is not None:
-        raise ConfigError(
-            f"{name} was given position_ids, which may begin documents within a row, and ranks "
-            "that share sequences of a model with images have one document a row. Leave "
-            "position_ids out, or set context_parallel_size to 1."
+            "with images merges them with input_ids of its rows: declare their entry of the batch "
+            "in sequence_dims, or pass input_ids in full."
         )

@@ -164,6 +164,9 @@ class ShardingPlan:
     """Whether each module of the model that mixes tokens takes the chunks of any
     :attr:`~megatron_lightning.layers.Documents.deal`. Otherwise packed rows are divided as rows of
     one document."""
+    full_rows: tuple[str, ...] = ()
+    """Keywords of the model for values of the tokens of full rows [..., s]: the model divides rows
+    itself, so that parts of the ranks are joined in its calls."""
     shards_output: bool = False
     """Whether the model returns shards on purpose, to a step that expects shards. Otherwise a
     sharded output is an error in the first step."""
@@ -206,6 +209,7 @@ class ShardingPlan:
             documents=self.documents if other.documents is None else other.documents,
             lengths=self.lengths if other.lengths is None else other.lengths,
             packed_positions=self.packed_positions or other.packed_positions,
+            full_rows=other.full_rows or self.full_rows,
             takes_deals=self.takes_deals or other.takes_deals,
             shards_output=self.shards_output or other.shards_output,
             why_full_sequence=self.why_full_sequence or other.why_full_sequence,

@@ -58,7 +58,7 @@ class SequenceArguments:
         documents = self._documents(given)
         if documents is None and self._part.deal is not None:  # attention must know the chunks
             documents = Documents(((0, self._length),), self._part.deal)
-        replaced: dict[str, Any] = {}
+        replaced: dict[str, Any] = self._full_rows(given)
         if documents is not None and plan.documents is not None:
             replaced[plan.documents] = documents
         if keyword and given.get(keyword) is None:
@@ -70,6 +70,16 @@ class SequenceArguments:
         if plan.lengths and given.get(plan.lengths) is None:
             replaced[plan.lengths] = self._lengths(given, documents)
         return replaced
+
+    def _full_rows(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments that the model needs of full rows and that are a rank's part."""
+        size = self._length // self._group.size
+        parts = {name: given.get(name) for name in self._plan.full_rows}
+        return {
+            name: gather_parts(part, self._group, part.ndim - 1, self._part.deal)
+            for name, part in parts.items()
+            if isinstance(part, Tensor) and part.shape[-1] == size
+        }
 
     def _check_zigzag(self, given: Mapping[str, Any]) -> None:
         """Check that a step computes no zigzag positions for tokens that are dealt by work.

@@ -208,11 +208,16 @@ def test_a_hook_is_code(kind: str) -> None:
 
 def test_other_models_with_images_are_refused_on_ranks_that_share_rows() -> None:
     """Gemma 3 has LLaVA's parts, and the tokens of an image see each other."""
-    model = image_models.MODELS["llava"]()
-    with_context(model, ShardingPlan(modules={}, sequence_dim=1))
+    model, plan = image_models.MODELS["llava"](), ShardingPlan(modules={}, sequence_dim=1)
+    with_context(model, plan)
+    model.model.vision_tower.register_forward_hook(lambda *args: args[-1])  # sees all images
+    with_context(model, plan)
+    model.model.language_model.register_forward_hook(lambda *args: args[-1])
+    with pytest.raises(ConfigError, match=r"model\.language_model\.hook"):
+        with_context(model, plan)
     model.config.model_type = "gemma3"
     with pytest.raises(ConfigError, match=r"\(gemma3\) has a tower beside its text model"):
-        with_context(model, ShardingPlan(modules={}, sequence_dim=1))
+        with_context(model, plan)
 
 
 def test_code_of_a_folder_is_no_code_of_its_family() -> None:
