@@ -12,6 +12,10 @@ settings of Qwen2.5-VL and a tiny random model.
 
 All are processor seconds of one thread, in one run. A worker's growth is memory that it has
 allocated (``RssAnon``) behind 2,000 rows, above that behind the first 20.
+
+Two numbers are of 120 conversations of a tiny model, with up to two images of three sizes: steps of
+an epoch with ``packing="online"``, over those without, and the operations (counted) of the busiest
+of 4 ranks beyond their mean, with ``balance_rows`` over those without.
 """
 
 from __future__ import annotations
@@ -32,11 +36,13 @@ from benchmarks import machine
 from benchmarks.command_line import measured_page, print_page
 from benchmarks.statistics import verdict
 from megatron_lightning.modules import FinetuneDataModule, HuggingFaceModule, ImageOptions
+from tests.helpers.image_balance import measured_ranks
 from tests.helpers.image_folders import make_image_folder
 
 GOALS = {"start, 30 sizes": 0.25, "start, a size each": 0.6, "row": 1.15}
 """Our processor seconds over those of decoding and processing, at most."""
 GROWTH_GOAL_MIB = 50
+BALANCE_GOAL = 0.7
 _SETTINGS = {"patch_size": 14, "size": {"shortest_edge": 3136, "longest_edge": 1003520}}
 _WARM_ROWS = 20
 
@@ -78,8 +84,12 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - begin
 
 
-def measure(folder: Path, rows: Path, model: str, size: Size) -> dict[str, float]:
-    """Return processor seconds of pixels, of a start and of reading rows, and a worker's growth."""
+def measure(
+    folder: Path, rows: Path, model: str, size: Size, *, reads: bool = False
+) -> dict[str, float]:
+    """Return processor seconds of pixels and of a start. ``reads``: also those of reading every
+    image's row, and a worker's growth.
+    """
     data = FinetuneDataModule(
         str(rows),
         sequence_length=size.sequence_length,
@@ -107,24 +117,38 @@ def measure(folder: Path, rows: Path, model: str, size: Size) -> dict[str, float
 
     read(_WARM_ROWS)
     found["pixels"] = seconds(alone)
-    gc.collect()
-    before = machine.status_bytes("RssAnon")
-    found["row"] = seconds(lambda: read(size.images))
-    read(size.worker_rows - size.images)
-    gc.collect()
-    found["growth_mib"] = (machine.status_bytes("RssAnon") - before) / 2**20
+    if reads:
+        gc.collect()
+        before = machine.status_bytes("RssAnon")
+        found["row"] = seconds(lambda: read(size.images))
+        read(size.worker_rows - size.images)
+        gc.collect()
+        found["growth_mib"] = (machine.status_bytes("RssAnon") - before) / 2**20
     return found
 
 
-def page(few: Mapping[str, float], many: Mapping[str, float], size: Size) -> str:
+def measure_mixed(folder: Path) -> dict[str, float]:
+    """Return steps of a packed epoch over those of an unpacked one, and the excess of the busiest
+    rank with balance over that without.
+    """
+    (data, counted, wait), (_, _, balanced) = measured_ranks(folder, 120)
+    return {
+        "steps": len(data.row_order().rows(0)) / len(counted),
+        "excess": wait,
+        "balance": balanced / wait,
+    }
+
+
+def page(
+    few: Mapping[str, float], many: Mapping[str, float], mixed: Mapping[str, float], size: Size
+) -> str:
     """Return the results as a page."""
     ratios = {
         "start, 30 sizes": few["start"] / few["pixels"],
         "start, a size each": many["start"] / many["pixels"],
         "row": few["row"] / few["pixels"],
     }
-    milliseconds = 1000 * few["pixels"] / size.images
-    growth = max(few["growth_mib"], many["growth_mib"])
+    milliseconds, growth = 1000 * few["pixels"] / size.images, few["growth_mib"]
     lines = [
         f"{size.images:,} JPEGs of about {size.width} x {size.height}. Decoding and processing one "
         f"takes {milliseconds:.1f} ms of a core. Every rank in a replica does it: with 8 "
@@ -142,6 +166,15 @@ def page(few: Mapping[str, float], many: Mapping[str, float], size: Size) -> str
         f"| growth of a worker over {size.worker_rows:,} rows | {growth:.0f} | {GROWTH_GOAL_MIB} | "
         f"{verdict(growth <= GROWTH_GOAL_MIB)} |",
         "",
+        "120 conversations of mixed lengths, with up to two images:",
+        "",
+        "| what | ratio | goal, at most | |",
+        "| --- | --- | --- | --- |",
+        f"| steps of an epoch, packed over unpacked | {mixed['steps']:.2f} | | |",
+        "| operations of the busiest of 4 ranks beyond the mean, balanced over not "
+        f"({mixed['excess']:.1%}) | {mixed['balance']:.2f} | {BALANCE_GOAL} | "
+        f"{verdict(mixed['balance'] <= BALANCE_GOAL)} |",
+        "",
     ]
     return "\n".join(lines)
 
@@ -151,12 +184,15 @@ def run(size: Size, folder: Path | None) -> str:
 
     def measured() -> tuple[str, Mapping[str, Any]]:
         with tempfile.TemporaryDirectory() as work:
-            model = str(make_image_folder("qwen2_5_vl", Path(work)))
-            few, many = (
-                measure(Path(work), write_rows(Path(work), size, num_sizes), model, size)
-                for num_sizes in (30, size.images)
-            )
-        return page(few, many, size), {"30 sizes": few, "a size each": many}
+            whole = Path(work)
+            model = str(make_image_folder("qwen2_5_vl", whole))
+            rows = [write_rows(whole, size, number) for number in (30, size.images)]
+            few = measure(whole, rows[0], model, size, reads=True)
+            many = measure(whole, rows[1], model, size)
+            (whole / "mixed").mkdir()
+            mixed = measure_mixed(whole / "mixed")
+        parts = {"30 sizes": few, "a size each": many, "mixed": mixed}
+        return page(few, many, mixed, size), parts
 
     return measured_page("Chats with images", "images_cpu", measured, folder)
 

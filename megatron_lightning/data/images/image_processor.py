@@ -7,7 +7,7 @@ which an entry grows are found by a probe with two images and with three.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,7 @@ class ImageProcessor:
 
     def _tried(self, text: str) -> tuple[list[dict[str, Any]], list[int]]:
         try:
-            return self._asked(text, self.medium.probes[:1])
+            return self._asked(text, self.medium.probes[:1], self.medium.blank)
         except DataError:  # no place in the text
             return [], []
 
@@ -209,25 +209,27 @@ class ImageProcessor:
         if any(key not in self._growth for key in keys):
             if self.max_growths is not None and len(self._growth) >= self.max_growths:
                 self._growth.clear()
-            offsets, _ = self._asked(self.placeholder * len(sizes), sizes, **self._cheap)
+            blank, cheap = self._cheap
+            offsets, _ = self._asked(self.placeholder * len(sizes), sizes, blank, **cheap)
             texts = [one["replacement"] for one in offsets]
             self._growth |= dict(zip(keys, texts, strict=True))
             return texts
         return [self._growth[key] for key in keys]
 
     @cached_property
-    def _cheap(self) -> Mapping[str, Any]:
-        """Settings for blank pictures: cheap ones, if a probe grows alike. Nothing else is known of
-        the processor, so that the ids of real pictures are compared when rows are read.
+    def _cheap(self) -> tuple[Callable[[Size], Any], Mapping[str, Any]]:
+        """Blank pictures, and settings for them: cheap ones, if a probe grows alike. Nothing else
+        is known of the processor, so that the ids of real pictures are compared when rows are read.
         """
-        text, sizes, cheap = self.placeholder * 2, self.medium.probes, self.medium.cheap
-        if not cheap:
-            return {}
-        try:
-            is_alike = self._asked(text, sizes, **cheap) == self._asked(text, sizes)
-        except DataError:
-            is_alike = False
-        return cheap if is_alike else {}
+        text, sizes, usual = self.placeholder * 2, self.medium.probes, self.medium.blank
+        expected = self._asked(text, sizes, usual) if self.medium.cheap else None
+        for blank, settings in self.medium.cheap:
+            try:
+                if self._asked(text, sizes, blank, **settings) == expected:
+                    return blank, settings
+            except DataError:
+                continue
+        return usual, {}
 
     def check_size(self, where: str, size: Size) -> None:
         """Check that the processor takes all of a sound.
@@ -310,10 +312,14 @@ class ImageProcessor:
         return two, three
 
     def _asked(
-        self, text: str, sizes: Sequence[Size], **settings: Any
+        self,
+        text: str,
+        sizes: Sequence[Size],
+        blank: Callable[[Size], Any],
+        **settings: Any,
     ) -> tuple[list[dict[str, Any]], list[int]]:
         """Return the growth of placeholders, empty if nothing is known, and ids."""
-        blanks = [self.medium.blank(size) for size in sizes]
+        blanks = [blank(size) for size in sizes]
         settings = {**settings, "return_text_replacement_offsets": True, "return_tensors": "pt"}
         given = self._call(text, blanks, **settings)
         offsets = given.get("text_replacement_offsets") or [[]]

@@ -5,8 +5,8 @@ input.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,14 +36,19 @@ class Medium:
     """Returns the size of a file from its header."""
     decoded: Callable[[str, bytes], Any]
     """Returns the input of a file."""
-    cheap: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the processor that change values alone, and save most of their cost."""
+    cheap: Sequence[tuple[Callable[[Size], Any], Mapping[str, Any]]] = ()
+    """Other blank inputs, and settings of the processor that change values alone and save most of
+    their cost: the cheapest first."""
 
 
-def _blank_picture(size: Size) -> Any:
+def _blank_picture(size: Size, mode: str = "RGB") -> Any:
     from PIL import Image
 
-    return Image.new("RGB", (size[1], size[0]))
+    return Image.new(mode, (size[1], size[0]))
+
+
+def _gray_picture(size: Size) -> Any:
+    return _blank_picture(size, "L")  # a third of the values
 
 
 def _blank_sound(size: Size) -> npt.NDArray[np.float32]:
@@ -88,6 +93,7 @@ def _opened(where: str, data: bytes) -> Any:
         raise DataError(f"{where}: a sound cannot be decoded ({error})") from error
 
 
+_VALUES: Mapping[str, Any] = {"resample": 0, "do_rescale": False, "do_normalize": False}
 MEDIA: Mapping[str, Medium] = {
     "image": Medium(
         "image_processor",
@@ -97,7 +103,10 @@ MEDIA: Mapping[str, Medium] = {
         _blank_picture,
         size_of,
         picture,
-        {"resample": 0, "do_rescale": False, "do_normalize": False},
+        (
+            (_gray_picture, {**_VALUES, "do_convert_rgb": False}),
+            (_blank_picture, _VALUES),
+        ),
     ),
     "audio": Medium(
         "feature_extractor",

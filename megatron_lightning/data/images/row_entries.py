@@ -135,6 +135,8 @@ def joined(parts: Sequence[Tensor], dims: Collection[int]) -> Tensor:
         else max(part.shape[dim] for part in filled)
         for dim in range(parts[0].ndim)
     ]
+    if len(filled) == 1 and list(filled[0].shape) == sizes:
+        return filled[0]  # pixels of the only image are not copied
     whole, begins = parts[0].new_zeros(sizes), dict.fromkeys(dims, 0)
     for part in parts:
         if part.numel():
