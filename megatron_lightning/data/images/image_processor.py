@@ -17,26 +17,20 @@ from torch import Tensor
 
 from megatron_lightning.data.images.image_files import Size
 from megatron_lightning.data.images.media import MEDIA
-from megatron_lightning.errors import ConfigError, DataError
-from megatron_lightning.file_names import (
-    CONFIG,
-    IMAGE_PROCESSOR_CONFIG,
-    PROCESSOR_CONFIG,
-    TOKENIZER_CONFIG,
+from megatron_lightning.data.images.processor_parts import (
+    input_part,
+    missing_package,
+    processor_class,
+    with_missing_parts,
 )
+from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.optional import require
 
 _DROPPED = ("input_ids", "attention_mask", "labels")
 """Entries of a processor that the data make themselves."""
-_NEEDS = "images in chats"
-_NAMED_IN = (PROCESSOR_CONFIG, IMAGE_PROCESSOR_CONFIG, TOKENIZER_CONFIG)
 Dims = dict[int, str]
 """Dim -> what makes it longer: ``token`` or ``image``."""
 Entries = dict[str, Tensor]
-
-
-class NoProcessorError(ConfigError):
-    """A folder without a processor: its model reads text alone."""
 
 
 class ImageProcessor:
@@ -60,7 +54,7 @@ class ImageProcessor:
         self._given = kind, dict(parts), dict(settings), medium
         self.medium = MEDIA[medium]
         """Kind of its inputs."""
-        made: Any = _with_missing_parts(kind)
+        made: Any = with_missing_parts(kind)
         self._processor = made.from_args_and_dict(list(parts.values()), dict(settings))
         self._growth: dict[tuple[Size, int], str] = {}
 
@@ -95,7 +89,7 @@ class ImageProcessor:
         try:
             return cls._load(folder, tokenizer, options, trusts=trusts, medium=medium)
         except ImportError as error:
-            raise _missing_package(folder, error) from error
+            raise missing_package(folder, error) from error
 
     @classmethod
     def _load(
@@ -107,7 +101,7 @@ class ImageProcessor:
         trusts: bool,
         medium: str,
     ) -> ImageProcessor:
-        kind, part = _kind(folder, trusts=trusts), MEDIA[medium].part
+        kind, part = processor_class(folder, trusts=trusts), MEDIA[medium].part
         names = kind.get_attributes()
         if part not in names or "tokenizer" not in names:
             raise ConfigError(
@@ -116,7 +110,7 @@ class ImageProcessor:
             )
         parts = dict.fromkeys(names)
         parts["tokenizer"] = tokenizer
-        parts[part] = _part(folder, options, trusts=trusts, medium=medium)
+        parts[part] = input_part(folder, options, trusts=trusts, medium=medium)
         settings, _ = kind.get_processor_dict(str(folder))
         return cls(kind, parts, {k: v for k, v in settings.items() if k not in names}, medium)
 
@@ -124,6 +118,11 @@ class ImageProcessor:
     def name(self) -> str:
         """Class of the processor."""
         return self._given[0].__name__
+
+    @property
+    def kind(self) -> str:
+        """Kind of its inputs: ``image`` or ``audio``."""
+        return self._given[3]
 
     @property
     def chat_template(self) -> str | None:
@@ -343,76 +342,3 @@ class ImageProcessor:
             return {"images": [list(pictures)]}
         rate = self._processor.feature_extractor.sampling_rate
         return {self.medium.argument: list(pictures), "sampling_rate": rate}
-
-
-def _with_missing_parts(kind: Any) -> Any:
-    """Return a subclass of a processor that takes None for parts that nobody calls."""
-
-    class Processor(kind):  # type: ignore[misc]
-        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            if argument is None:
-                return None
-            return super().check_argument_for_proper_class(argument_name, argument)
-
-    Processor.__name__ = kind.__name__
-    return Processor
-
-
-def _kind(folder: Path, *, trusts: bool) -> Any:
-    """Return the class of a folder's processor.
-
-    Raises:
-        ConfigError: If the folder names none.
-    """
-    require("transformers", _NEEDS)
-    import transformers
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
-
-    for name in _NAMED_IN:
-        file = folder / name
-        named = json.loads(file.read_text()).get("processor_class") if file.is_file() else None
-        kind = getattr(transformers, named, None) if isinstance(named, str) else None
-        if kind is not None:
-            return kind
-    if (folder / CONFIG).is_file():
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trusts)
-        if type(config) in PROCESSOR_MAPPING:
-            return PROCESSOR_MAPPING[type(config)]
-    raise NoProcessorError(
-        f"{folder} has no processor known to transformers, which chats with images need; copy "
-        f"{PROCESSOR_CONFIG} and {IMAGE_PROCESSOR_CONFIG} of the model into the folder"
-    )
-
-
-def _missing_package(folder: Path, error: ImportError) -> ConfigError:
-    reason = " ".join(str(error).split())
-    install = "Install what it names."
-    if "torchvision" in reason.lower():
-        install = (
-            "Install torchvision of the same build as torch: pip install torchvision --index-url "
-            "https://download.pytorch.org/whl/cpu, or …/whl/cu130 with CUDA."
-        )
-    return ConfigError(f"the processor of {folder} cannot be made ({reason}). {install}")
-
-
-def _part(folder: Path, options: Mapping[str, Any], *, trusts: bool, medium: str) -> Any:
-    """Return the part of a folder's processor that makes inputs of a medium."""
-    require("transformers", _NEEDS)
-    from transformers import AutoFeatureExtractor, AutoImageProcessor
-
-    kind: Any = AutoImageProcessor if medium == "image" else AutoFeatureExtractor
-    load: Any = kind.from_pretrained
-    try:
-        made = load(folder, trust_remote_code=trusts, **options)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} has no {medium} processor ({error}); copy {IMAGE_PROCESSOR_CONFIG} of the "
-            "model into the folder"
-        ) from error
-    unknown = [name for name in options if name not in made.to_dict() and not hasattr(made, name)]
-    if unknown:
-        raise ConfigError(
-            f"processor_options has {unknown[0]!r}, which {type(made).__name__} does not know; it "
-            f"knows {', '.join(sorted(made.to_dict()))}"
-        )
-    return made

@@ -1,4 +1,4 @@
-"""Conversations with images as prompts: ids, and entries for the model."""
+"""Conversations with images, or sounds, as prompts: ids, and entries for the model."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from megatron_lightning.data.chat.chat_template import ChatTemplate
 from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
 from megatron_lightning.data.chat.conversations import Chat, parse_row
 from megatron_lightning.data.images.document_images import GrownText
-from megatron_lightning.data.images.image_files import (
-    ImageFiles,
-    Size,
-    named,
-    picture,
-    size_of,
+from megatron_lightning.data.images.image_files import ImageFiles, Size, named
+from megatron_lightning.data.images.image_parts import (
+    IMAGE,
+    TAG,
+    WORDS,
+    ImageSource,
+    with_article,
 )
-from megatron_lightning.data.images.image_parts import IMAGE, TAG, ImageSource
-from megatron_lightning.data.images.image_processor import ImageProcessor, NoProcessorError
+from megatron_lightning.data.images.image_processor import ImageProcessor
+from megatron_lightning.data.images.processor_parts import NoProcessorError, kind_of_folder
 from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.errors import ConfigError, DataError
 
@@ -99,7 +100,7 @@ class ImagePrompts:
     Args:
         processor: Of the model.
         template: Chat template.
-        max_images: Images of a conversation, at most. None: any number.
+        max_images: Images, or sounds, of a conversation, at most. None: any number.
         max_pixels: Pixels of an image, at most. None: as many as Pillow takes for harmless.
     """
 
@@ -115,7 +116,7 @@ class ImagePrompts:
         self._template = template
         self._limits = max_images, max_pixels
         processor.max_growths = _MAX_GROWTHS
-        processor.find_placeholder(template.with_image())
+        processor.find_placeholder(template.with_image(processor.kind))
 
     @classmethod
     def load(cls, folder: Path, tokenizer: Any, **limits: int | None) -> ImagePrompts:
@@ -130,7 +131,8 @@ class ImagePrompts:
             ConfigError: If the folder has no processor, or no chat template.
         """
         tokens = ChatTokenizer.load(tokenizer)
-        processor = ImageProcessor.load(folder, tokens.tokenizer, {})
+        kind = kind_of_folder(folder)
+        processor = ImageProcessor.load(folder, tokens.tokenizer, {}, medium=kind)
         source: str | Mapping[str, str] | None = processor.chat_template
         own = tokens.chat_template
         # In training too: a template of the user's own wins, then the processor's.
@@ -174,12 +176,13 @@ class ImagePrompts:
         return self.of_chat(chat, folder, check)
 
     def of_question(self, text: str, images: Sequence[str]) -> Prompt:
-        """Return the prompt of a user's message: image files, and a text behind them.
+        """Return the prompt of a user's message: files of images or sounds, and a text behind them.
 
         Raises:
-            DataError: If an image cannot be used.
+            DataError: If a file cannot be used.
         """
-        parts: list[Any] = [{"type": "image", "image": str(Path(one).resolve())} for one in images]
+        kind = self.processor.kind
+        parts: list[Any] = [{"type": kind, kind: str(Path(one).resolve())} for one in images]
         content = [*parts, {"type": "text", "text": text}]
         return self.of_messages("the prompt", [{"role": "user", "content": content}], Path("/"))
 
@@ -213,11 +216,14 @@ class ImagePrompts:
         word = next((word for word in processor.words if word in rest), placeholder)
         if word in rest or number > num_images:
             raise DataError(
-                f"{where} has {word} as words, which {processor.name} reads as an image; write "
-                "other words"
+                f"{where} has {word} as words, which {processor.name} reads as "
+                f"{with_article(processor.kind)}; write other words"
             )
         if number < num_images:
-            raise DataError(f"{where} has {number} places {placeholder} for {num_images} images")
+            raise DataError(
+                f"{where} has {number} places {placeholder} for {num_images} "
+                f"{WORDS[processor.kind]}s"
+            )
 
     def _made(
         self,
@@ -234,8 +240,8 @@ class ImagePrompts:
         ids = processor.tokens(GrownText.of(text, processor.placeholder, grown).text)
         if self._num_words(ids) != sum(self._num_words(processor.tokens(one)) for one in grown):
             raise DataError(
-                f"{where} has words beside its images, which {processor.name} reads as an image; "
-                "write other words"
+                f"{where} has words which {processor.name} reads as "
+                f"{with_article(processor.kind)}; write other words"
             )
         return Prompt(ids, PromptImages(self._decoding, text, ids, pictures, num_bytes))
 
@@ -252,7 +258,8 @@ class ImagePrompts:
         """Return the prompt of a parsed conversation. See :meth:`of_messages`."""
         if chat.num_unplaced:
             raise DataError(
-                f"{chat.where}: {chat.num_unplaced} images have no place in the messages"
+                f"{chat.where}: {chat.num_unplaced} {WORDS[self.processor.kind]}s have no place in "
+                "the messages"
             )
         text = self._template.prompt(replace(chat, placeholder=self.processor.placeholder))
         self._check_places(chat.where, text, len(chat.images))
@@ -265,24 +272,31 @@ class ImagePrompts:
             chat.where,
             text,
             [size for _, _, size in images],
-            lambda: [picture(where, data) for where, data, _ in images],
+            lambda: [self.processor.medium.decoded(where, data) for where, data, _ in images],
             sum(len(data) for _, data, _ in images),
         )
 
     def _opened(self, chat: Chat, files: ImageFiles) -> list[tuple[str, bytes, Size]]:
-        """Return place, bytes and size of each image. No pixel is decoded."""
-        most, most_pixels = self._limits
-        if most is not None and len(chat.images) > most:
-            raise DataError(f"{chat.where} has {len(chat.images)} images; at most {most} are taken")
+        """Return place, bytes and size of each image or sound. Nothing is decoded."""
+        processor, (most, most_pixels) = self.processor, self._limits
+        kind, number = processor.kind, len(chat.images)
+        if most is not None and number > most:
+            raise DataError(f"{chat.where} has {number} {WORDS[kind]}s; at most {most} are taken")
         images = []
         for source in chat.images:
+            if source.kind != kind:
+                raise DataError(
+                    f"{source.where} has {with_article(source.kind)}, and the model reads "
+                    f"{WORDS[kind]}s; leave it out"
+                )
             data, path = files.read(source)
             where = named(source.where, path)
-            height, width = size_of(where, data)
-            if most_pixels is not None and height * width > most_pixels:
+            size = processor.medium.size_of(where, data)
+            processor.check_size(where, size)
+            if kind == "image" and most_pixels is not None and size[0] * size[1] > most_pixels:
                 raise DataError(
-                    f"{where}: an image has {width} x {height} pixels; at most {most_pixels:,} are "
-                    "taken"
+                    f"{where}: an image has {size[1]} x {size[0]} pixels; at most {most_pixels:,} "
+                    "are taken"
                 )
-            images.append((where, data, (height, width)))
+            images.append((where, data, size))
         return images

@@ -39,7 +39,7 @@ class RowEntries:
     @property
     def kind(self) -> str:
         """Kind of the media: ``image`` or ``audio``."""
-        return "audio" if self._processor.medium.argument == "audio" else "image"
+        return self._processor.kind
 
     def of_row(self, documents: Sequence[Document], length: int) -> dict[str, Any]:
         """Return the entries of a row of documents, and the rows of positions [4, s] of a model

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_lightning.data.chat.chat_template import ChatTemplate
 from megatron_lightning.data.chat.conversations import Chat, parse_row
-from megatron_lightning.data.images.image_parts import has_images
+from megatron_lightning.data.images.image_parts import WORDS, has_images
 from megatron_lightning.data.images.image_prompts import ImagePrompts, Prompt
 from megatron_lightning.data.rows.sources import read_rows
 from megatron_lightning.errors import ConfigError, DataError
@@ -37,6 +37,7 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
     num_samples: int = 1,
     images: list[str] | None = None,
     messages: str | None = None,
+    audio: list[str] | None = None,
 ) -> list[str]:
     """Continue prompts with a trained model.
 
@@ -59,7 +60,8 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
         num_samples: Texts of each prompt.
         images: Image files before the text of each prompt, with ``chat``.
         messages: File of conversations to answer, a JSON object with ``messages`` a line. Images
-            are parts, as in training data.
+            and sounds are parts, as in training data.
+        audio: Sound files before the text of each prompt, with ``chat``.
 
     Returns:
         Each prompt with the continuation, or with ``chat`` the answers. Nothing on ranks of
@@ -70,7 +72,8 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
         CheckpointError: If the checkpoint cannot be read.
         DataError: If the tokenizer cannot be read.
     """
-    _check_prompts(prompts, images, messages, chat=chat)
+    files = _Files.of(images, audio)
+    _check_prompts(prompts, files, messages, chat=chat)
     job = ModelJob(model)
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
@@ -86,9 +89,10 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
     # Texts become tokens here: ranks receive and return numbers alone.
     if messages is not None:
         ids = _conversations(model.checkpoint, job.codec, messages)
-    elif images:
+    elif files.paths:
         maker = find_image_prompts(model.checkpoint, job.codec)
-        ids = [maker.of_question(text, images) for text in texts]
+        files.check_kind(maker)
+        ids = [maker.of_question(text, files.paths) for text in texts]
     else:
         ids = [Prompt(prompt_ids(job.codec, text, as_chat=chat)) for text in texts]
     continued = job.run(_continue, (ids, sampling, num_samples)) or []
@@ -100,8 +104,40 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
     ]
 
 
+class _Files(NamedTuple):
+    """Files before the text of each prompt."""
+
+    option: str
+    kind: str
+    paths: Sequence[str]
+
+    @classmethod
+    def of(cls, images: Sequence[str] | None, audio: Sequence[str] | None) -> _Files:
+        """Return the files of the options.
+
+        Raises:
+            ConfigError: If both are set.
+        """
+        if images and audio:
+            raise ConfigError("images and audio are both set; leave one out.")
+        return cls("audio", "audio", audio) if audio else cls("images", "image", images or ())
+
+    def check_kind(self, maker: ImagePrompts) -> None:
+        """Check that the model reads such files.
+
+        Raises:
+            ConfigError: If it does not.
+        """
+        kind = maker.processor.kind
+        if kind != self.kind:
+            raise ConfigError(
+                f"{self.option}={list(self.paths)} is set, and the model reads {WORDS[kind]}s; "
+                f"leave {self.option} out."
+            )
+
+
 def _check_prompts(
-    prompts: list[str] | str | None, images: list[str] | None, messages: str | None, *, chat: bool
+    prompts: list[str] | str | None, files: _Files, messages: str | None, *, chat: bool
 ) -> None:
     """Check that one option names the prompts.
 
@@ -114,10 +150,10 @@ def _check_prompts(
             if messages is not None
             else "there is nothing to continue; set prompts, or messages to a file."
         )
-    if images and (not chat or prompts is None):
+    if files.paths and (not chat or prompts is None):
         raise ConfigError(
-            f"images={images} belong to a user's message of a chat; set chat, and prompts to the "
-            "question. With messages, images are parts of the conversations."
+            f"{files.option}={list(files.paths)} belong to a user's message of a chat; set chat, "
+            "and prompts to the question. With messages, they are parts of the conversations."
         )
 
 

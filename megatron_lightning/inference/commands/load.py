@@ -34,8 +34,8 @@ from megatron_lightning.checkpoint.kept_files import (
 from megatron_lightning.checkpoint.text_record import end_tokens, read_texts
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.config.class_paths import config_of_checkpoint
-from megatron_lightning.data.images.image_processor import NoProcessorError
 from megatron_lightning.data.images.image_prompts import ImagePrompts, prompts_if_any
+from megatron_lightning.data.images.processor_parts import NoProcessorError
 from megatron_lightning.data.text.tokenizers import TokenizerType
 from megatron_lightning.errors import (
     CheckpointError,

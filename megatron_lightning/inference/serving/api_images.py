@@ -1,4 +1,6 @@
-"""Images in chats of the OpenAI API: data URLs alone. Nothing is fetched, and no file is opened."""
+"""Images and sounds in chats of the OpenAI API: data URLs and base64 alone. Nothing is fetched, and
+no file is opened.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,21 @@ from typing import Any
 
 from megatron_lightning.data.images.image_prompts import Check, ImagePrompts, Prompt
 from megatron_lightning.errors import ConfigError, DataError
-from megatron_lightning.inference.serving.api_models import ApiError, ChatBody, ImagePart, shown
+from megatron_lightning.inference.serving.api_models import (
+    ApiError,
+    ChatBody,
+    ImagePart,
+    SoundPart,
+    shown,
+)
+
+_RIFF = "UklGR"  # the first letters of a WAV file, in base64
 
 
 def chat_with_images(
     request: ChatBody, body: Mapping[str, Any], images: ImagePrompts | None, check: Check
 ) -> Prompt:
-    """Return the prompt of a chat with images.
+    """Return the prompt of a chat with images or sounds.
 
     Args:
         request: The request.
@@ -26,10 +36,19 @@ def chat_with_images(
     """
     if images is None:
         raise ApiError(
-            400, "the model of this server reads text alone. Leave images out.", "messages"
+            400,
+            "the model of this server reads text alone. Leave images and sounds out.",
+            "messages",
         )
     for message in request.messages:
         for part in message.content if isinstance(message.content, list) else ():
+            if isinstance(part, SoundPart) and not part.input_audio.data.startswith(_RIFF):
+                raise ApiError(
+                    400,
+                    f"input_audio of the format {shown(part.input_audio.format)} is no WAV file. "
+                    "Send a WAV file in base64.",
+                    "messages",
+                )
             if not isinstance(part, ImagePart):
                 continue
             if not part.image_url.url.lower().startswith("data:image/"):

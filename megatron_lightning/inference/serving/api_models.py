@@ -149,6 +149,20 @@ class ImagePart(Strict):
     image_url: ImageUrl
 
 
+class Sound(Strict):
+    """A sound in base64."""
+
+    data: str
+    format: str
+
+
+class SoundPart(Strict):
+    """Sound in a message."""
+
+    type: Literal["input_audio"]
+    input_audio: Sound
+
+
 class CalledFunction(Strict):
     """Function of a call."""
 
@@ -169,8 +183,9 @@ class Message(Strict):
     """Message of a conversation."""
 
     role: str
-    content: str | list[Part | ImagePart] | None = Field(
-        None, description="text, or a list of parts of text and of images (image_url)"
+    content: str | list[Part | ImagePart | SoundPart] | None = Field(
+        None,
+        description="text, or a list of parts of text, images (image_url) and sounds (input_audio)",
     )
     name: str | None = None
     tool_calls: list[Call] | None = None

@@ -62,7 +62,7 @@ class DivideEmbeddings:
         else:
             local_positions = self.part.split(positions, positions.ndim - 1)
         local_embeddings = self.part.split(embeddings, 1)
-        local = {_EMBEDDINGS: local_embeddings, _POSITIONS: local_positions}
+        local: dict[str, Any] = {_EMBEDDINGS: local_embeddings, _POSITIONS: local_positions}
         if (documents := documents_of(positions)) is not None:
             local[_DOCUMENTS] = documents
         if kwargs.get(_PLACES) is not None:

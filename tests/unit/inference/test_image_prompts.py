@@ -24,13 +24,13 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from megatron_lightning.checkpoint.text_record import TextRecord
-from megatron_lightning.data.images import image_prompts
 from megatron_lightning.data.images.image_prompts import prompts_if_any
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.inference.commands.generate import generate
 from megatron_lightning.inference.commands.load import find_codec, find_image_prompts
 from megatron_lightning.inference.commands.model_options import ModelOptions
 from tests.helpers.image_folders import USUAL, draw_image, make_image_folder, part, words
+from tests.helpers.sound_folders import make_sound_folder, write_sound
 
 NUM_NEW = 5
 
@@ -80,6 +80,53 @@ def test_answers_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     both = generate(options, messages=str(rows), temperature=0.0, max_new_tokens=NUM_NEW)
     assert both == [expected, _stock(family, [words("what color")], [])]
     assert both[0] != both[1]
+
+
+def test_answers_about_sounds_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import Qwen2AudioForConditionalGeneration
+
+    folder = make_sound_folder(tmp_path)
+    name = str(tmp_path / write_sound(tmp_path / "a.wav", 0.4))
+    maker = find_image_prompts(folder, find_codec(folder))
+    question = maker.of_question("what is it", [name])
+    assert question.entries is not None
+    stock = Qwen2AudioForConditionalGeneration.from_pretrained(folder).eval()
+    given = {"input_ids": torch.tensor([question.ids]), **question.entries}
+    ids = stock.generate(**given, max_new_tokens=NUM_NEW, do_sample=False)[0, len(question.ids) :]
+    tokenizer: Any = maker.processor._processor.tokenizer
+    expected = tokenizer.decode(ids, skip_special_tokens=True)
+    options = ModelOptions(checkpoint=str(folder))
+    wanted: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": NUM_NEW}
+    assert generate(options, "what is it", audio=[name], chat=True, **wanted) == [expected]
+    encoded = base64.b64encode(Path(name).read_bytes()).decode()
+    sound = {"type": "input_audio", "input_audio": {"data": encoded, "format": "wav"}}
+    turns = [{"role": "user", "content": [sound, words("what is it")]}]
+    rows = tmp_path / "asked.jsonl"
+    rows.write_text(json.dumps({"messages": turns}))
+    assert generate(options, messages=str(rows), **wanted) == [expected]
+    with pytest.raises(ConfigError, match="and the model reads sounds"):
+        generate(options, "what", images=[name], chat=True)
+    with pytest.raises(ConfigError, match="images and audio are both set"):
+        generate(options, "what", images=[name], audio=[name], chat=True)
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": [_url(_png())]}]}))
+    with pytest.raises(DataError, match="message 0 has an image, and the model reads sounds"):
+        generate(options, messages=str(rows))
+    slow = str(tmp_path / write_sound(tmp_path / "b.wav", 0.4, rate=8_000))
+    with pytest.raises(DataError, match="8,000 samples a second"):
+        generate(options, "what", audio=[slow], chat=True)
+
+    pytest.importorskip("fastapi")
+    from megatron_lightning.inference.serving.api_images import chat_with_images
+    from megatron_lightning.inference.serving.api_models import ApiError, ChatBody, validated
+
+    def asked(part: Any) -> Any:
+        body = {"messages": [{"role": "user", "content": [part, words("what is it")]}]}
+        return chat_with_images(validated(ChatBody, body), body, maker, lambda *_: None)
+
+    assert asked(sound).ids == question.ids
+    for wrong in ({"data": "AAAA", "format": "mp3"}, {"data": "/etc/passwd", "format": "wav"}):
+        with pytest.raises(ApiError, match="is no WAV file"):
+            asked({"type": "input_audio", "input_audio": wrong})
 
 
 def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
@@ -285,7 +332,8 @@ def test_a_server_answers_about_data_urls_alone(
         assert asked(image, stream=True).text.endswith("data: [DONE]\n\n")
         assert asked().status_code == 200
         with monkeypatch.context() as patch:  # no pixel of a prompt that is too long is decoded
-            patch.setattr(image_prompts, "picture", None)
+            blind: Any = replace(images.processor.medium, decoded=None)
+            patch.setattr(images.processor, "medium", blind)
             assert "longer than the 512" in asked(image, max_tokens=510).text
             patch.setattr(stepping, "max_queue", 0)
             assert asked(image).status_code == 429

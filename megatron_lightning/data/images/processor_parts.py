@@ -1,0 +1,110 @@
+"""Classes and parts of a folder's processor, as ``transformers`` makes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_lightning.data.images.media import MEDIA
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.file_names import (
+    CONFIG,
+    IMAGE_PROCESSOR_CONFIG,
+    PROCESSOR_CONFIG,
+    TOKENIZER_CONFIG,
+)
+from megatron_lightning.optional import require
+
+_NEEDS = "images in chats"
+_NAMED_IN = (PROCESSOR_CONFIG, IMAGE_PROCESSOR_CONFIG, TOKENIZER_CONFIG)
+
+
+class NoProcessorError(ConfigError):
+    """A folder without a processor: its model reads text alone."""
+
+
+def with_missing_parts(kind: Any) -> Any:
+    """Return a subclass of a processor that takes None for parts that nobody calls."""
+
+    class Processor(kind):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument is None:
+                return None
+            return super().check_argument_for_proper_class(argument_name, argument)
+
+    Processor.__name__ = kind.__name__
+    return Processor
+
+
+def processor_class(folder: Path, *, trusts: bool) -> Any:
+    """Return the class of a folder's processor.
+
+    Raises:
+        ConfigError: If the folder names none.
+    """
+    require("transformers", _NEEDS)
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    for name in _NAMED_IN:
+        file = folder / name
+        named = json.loads(file.read_text()).get("processor_class") if file.is_file() else None
+        kind = getattr(transformers, named, None) if isinstance(named, str) else None
+        if kind is not None:
+            return kind
+    if (folder / CONFIG).is_file():
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trusts)
+        if type(config) in PROCESSOR_MAPPING:
+            return PROCESSOR_MAPPING[type(config)]
+    raise NoProcessorError(
+        f"{folder} has no processor known to transformers, which chats with images need; copy "
+        f"{PROCESSOR_CONFIG} and {IMAGE_PROCESSOR_CONFIG} of the model into the folder"
+    )
+
+
+def kind_of_folder(folder: Path) -> str:
+    """Return the kind of a folder's inputs beside text: ``audio`` if it reads sounds and no images.
+
+    Raises:
+        NoProcessorError: If the folder has no processor.
+    """
+    names = processor_class(folder, trusts=False).get_attributes()
+    hears = MEDIA["image"].part not in names and MEDIA["audio"].part in names
+    return "audio" if hears else "image"
+
+
+def missing_package(folder: Path, error: ImportError) -> ConfigError:
+    """Return the error of a processor that needs a package."""
+    reason = " ".join(str(error).split())
+    install = "Install what it names."
+    if "torchvision" in reason.lower():
+        install = (
+            "Install torchvision of the same build as torch: pip install torchvision --index-url "
+            "https://download.pytorch.org/whl/cpu, or …/whl/cu130 with CUDA."
+        )
+    return ConfigError(f"the processor of {folder} cannot be made ({reason}). {install}")
+
+
+def input_part(folder: Path, options: Mapping[str, Any], *, trusts: bool, medium: str) -> Any:
+    """Return the part of a folder's processor that makes inputs of a medium."""
+    require("transformers", _NEEDS)
+    from transformers import AutoFeatureExtractor, AutoImageProcessor
+
+    kind: Any = AutoImageProcessor if medium == "image" else AutoFeatureExtractor
+    load: Any = kind.from_pretrained
+    try:
+        made = load(folder, trust_remote_code=trusts, **options)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} has no {medium} processor ({error}); copy {IMAGE_PROCESSOR_CONFIG} of the "
+            "model into the folder"
+        ) from error
+    unknown = [name for name in options if name not in made.to_dict() and not hasattr(made, name)]
+    if unknown:
+        raise ConfigError(
+            f"processor_options has {unknown[0]!r}, which {type(made).__name__} does not know; it "
+            f"knows {', '.join(sorted(made.to_dict()))}"
+        )
+    return made
