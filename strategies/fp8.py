@@ -55,6 +55,7 @@ class MegatronFP8Precision(MegatronMixedPrecision):
         self.layers: QuantizedLayers | None = None
         """The quantized layers of a run. None between runs."""
         self._state: dict[str, Any] = {}  # of the layers, until layers exist
+        self._record: dict[str, Any] = {}  # of the layers, also behind a fit
 
     # --------------------------------------------------------------------------------------- layers
 
@@ -76,6 +77,7 @@ class MegatronFP8Precision(MegatronMixedPrecision):
         layers.load_state_dict(self._state)
         summary = layers.attach(module, context, caches_weights=caches_weights)
         self.layers = layers
+        self._record = layers.record()
         undo.callback(self._release, module)
         rank_zero_info(f"MegatronFP8Precision ({self.backend}): {summary}")
         if context.device.type == "cuda" and self.backend == "emulation":
@@ -188,7 +190,7 @@ class MegatronFP8Precision(MegatronMixedPrecision):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the layers of all pipeline ranks. All ranks call this."""
         state = {} if self.layers is None else self.layers.state_dict()
-        return {self._key: state} if state else {}
+        return ({self._key: state} if state else {}) | self._record
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

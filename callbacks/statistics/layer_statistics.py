@@ -11,10 +11,16 @@ from typing import Any
 import lightning.pytorch as pl
 
 from megatron_lightning.assembly.compile import is_compiled
-from megatron_lightning.bridge.pruning.statistics import Statistics
+from megatron_lightning.assembly.state.module_shards import ModuleState
+from megatron_lightning.bridge.pruning.statistics import Statistics, is_in_digest
 from megatron_lightning.callbacks.statistics.sums import Division, LayerSums
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.step_report import is_recording
+from megatron_lightning.parallel.shards.digest import (
+    as_text,
+    digest_of_shards,
+    digest_of_tensors,
+)
 from megatron_lightning.parallel.shards.other_stages import present_modules
 from megatron_lightning.strategies.trainer_ranks import context_of, run_of, specs_of
 
@@ -31,14 +37,19 @@ class LayerStatistics(pl.Callback):
 
     Args:
         path: The file of safetensors to write.
+        second_moments: Whether to sum the products of each two inputs of linear layers, for
+            ``convert export --scales gptq``. They take 8 bytes times the square of a layer's inputs
+            in the memory of a rank, for all of its layers.
 
     Raises:
         ConfigError: If there is no ``GPTModel``, blocks are compiled, or experts are divided.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], second_moments: bool = False) -> None:
         self.path = Path(path)
+        self.second_moments = second_moments
         self._sums: LayerSums | None = None
+        self._prefix = ""  # path of the model, with a dot
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_sums": None}
@@ -62,10 +73,11 @@ class LayerStatistics(pl.Callback):
                 "compiled to graphs without those. Leave compile out of the strategy here."
             )
         context, run = context_of(trainer, "LayerStatistics"), run_of(trainer)
-        prefix = next((m.group(1) for m, _ in matches.values() if m is not None), "")
+        self._prefix = next((m.group(1) for m, _ in matches.values() if m is not None), "")
         divides = run is not None and run.part.shards_sequence
         division = Division(context.tp, divides, specs_of(trainer))
-        self._sums = LayerSums(blocks, prefix, division, partial(is_recording, pl_module))
+        self._sums = LayerSums(blocks, self._prefix, division, partial(is_recording, pl_module))
+        self._sums.takes_moments = self.second_moments
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add up the ranks, and write the file. All ranks call this."""
@@ -73,13 +85,27 @@ class LayerStatistics(pl.Callback):
             return
         sums, self._sums = self._sums, None
         sums.close()
-        parts = [sums.entries]
+        parts = [(sums.entries, self._digest(trainer, pl_module))]
         if trainer.world_size > 1:
-            parts = (
-                context_of(trainer, "LayerStatistics").axis("world").all_gather_object(sums.entries)
-            )
+            parts = context_of(trainer, "LayerStatistics").axis("world").all_gather_object(parts[0])
         if trainer.is_global_zero:
-            Statistics.summed(parts, self.path).save(self.path)
+            entries, digests = zip(*parts, strict=True)
+            model = as_text(sum(digests), "gpt")
+            Statistics.summed(entries, self.path, model).save(self.path)
+
+    def _digest(self, trainer: pl.Trainer, module: pl.LightningModule) -> int:
+        """Return the contribution of this rank's weights to the digest of the model."""
+        named = {
+            name.removeprefix(self._prefix): (name, x) for name, x in module.named_parameters()
+        }
+        counted = {own: found for own, found in named.items() if is_in_digest(own)}
+        run = run_of(trainer)
+        if run is None:
+            return digest_of_tensors((own, x) for own, (_, x) in counted.items())
+        state = ModuleState(module, run.part, context_of(trainer, "LayerStatistics"))
+        return digest_of_shards(
+            state.shards(own, name, x.detach()) for own, (name, x) in counted.items()
+        )
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException

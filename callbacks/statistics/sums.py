@@ -15,6 +15,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.attention.self_attention import CoreAttention
 from megatron_lightning.layers.moe.experts import Experts, GroupedLinear
 from megatron_lightning.layers.moe.layer import MoELayer
+from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.shards.spec import ShardSpec
 
@@ -51,6 +52,8 @@ class LayerSums:
     ) -> None:
         self.entries: dict[str, Tensor] = {}
         """Sums so far."""
+        self.takes_moments = False
+        """Whether products of two inputs of a linear layer are summed."""
         self._prefix = prefix
         self._is_recording = is_recording
         self._hooks = ExitStack()
@@ -119,6 +122,8 @@ class _Block(ExitStack):
         x: Tensor = args[0].detach()
         mask, share = self._mask_of(x), self._share(x)
         x = x.float().masked_fill(~mask[..., None], 0.0)
+        if self._sums.takes_moments:
+            self._moments(path, x, share)
         squares, spec = x.square().sum((0, 1), dtype=torch.float64), self._spec(path)
         if spec is None or spec.global_shape[1] == len(squares):
             squares = squares * share
@@ -132,6 +137,17 @@ class _Block(ExitStack):
         self._sums.add(path, "squares", squares)
         self._sums.add(path, "amax", _amax(x))
         self._sums.add(path, "tokens", mask.sum() * share)
+
+    def _moments(self, path: str, x: Tensor, share: float) -> None:
+        """Add the products of inputs [s, b, …], gathered where ranks have parts of them."""
+        rows, spec = x.flatten(0, 1), self._spec(path)
+        if spec is not None and spec.global_shape[1] != rows.shape[1]:
+            parts = rows.split([box.shape[1] for box in spec.boxes], dim=1)
+            rows = rows.new_zeros(len(rows), spec.global_shape[1])
+            for box, part in zip(spec.boxes, parts, strict=True):
+                rows[:, box.slices[1]] = part
+            rows, share = all_reduce(rows, self._division.tp), 1 / self._division.tp.size
+        self._sums.add(path, "moments", (rows.t() @ rows) * share)
 
     def _clear_padding(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         """Give experts zeros for padding, which marks the rows on the ranks of the experts."""

@@ -23,8 +23,8 @@ from megatron_lightning.bridge.folders.folder import HuggingFaceFolder
 from megatron_lightning.bridge.folders.hub import local_folder
 from megatron_lightning.bridge.hf_models.logits import Comparison, compare_logits
 from megatron_lightning.bridge.import_folder import import_folder
+from megatron_lightning.bridge.low_bit.asked import Asked, quantized_folder
 from megatron_lightning.bridge.low_bit.schemes import Scheme
-from megatron_lightning.bridge.low_bit.trained import Asked, quantized_folder
 from megatron_lightning.bridge.megatron_checkpoints.export_megatron import write_megatron
 from megatron_lightning.bridge.megatron_checkpoints.megatron import MegatronBridge
 from megatron_lightning.bridge.megatron_checkpoints.model_state import (
@@ -97,12 +97,13 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
         group_size: Values of a scale, with ``quantize=int4``: 128, 64 or 32.
         scheme: Names and settings of the quantized tensors. ``modelopt`` with ``nvfp4``.
         scales: How scales are chosen. max: by the largest value. mse: by the smallest squared error
-            of a few scales. 4over6 (nvfp4): by that of two. trained: as MegatronFP8Precision chose
-            them in the training.
+            of a few scales. 4over6 (nvfp4): by that of two. gptq (int4): max, with codes by the
+            second moments in ``statistics``. trained: as MegatronFP8Precision chose them in the
+            training, in its format if ``quantize`` is left out.
         activations: Format in which servers round the inputs of these layers: that of ``quantize``.
             Default: as the checkpoint was trained, else bf16.
         statistics: File of the callback ``LayerStatistics``, for the scales of ``kv_cache`` and of
-            ``activations`` nvfp4 and fp8_tensor.
+            ``activations`` nvfp4 and fp8_tensor, and for ``scales`` gptq.
         kv_cache: Write scales of keys, behind rotary, and values for a cache in fp8.
 
     Raises:
@@ -126,7 +127,7 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
             overwrite=overwrite,
         )
         return
-    folder, tensors, trained, owners = tensors_of_checkpoint(
+    saved = tensors_of_checkpoint(
         checkpoint,
         like=like,
         model=model,
@@ -137,9 +138,8 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
         tokenizer=tokenizer,
     )
     asked = Asked(quantize, group_size, scheme, scales, activations, statistics, kv_cache)
-    quantized = quantized_folder(
-        folder, tensors, trained, asked, trusts=trust_remote_code, family=family, owners=owners
-    )
+    quantized = quantized_folder(saved, asked, trusts=trust_remote_code, family=family)
+    folder, tensors = saved.folder, saved.tensors
     if quantized is not None:
         folder, tensors = quantized, quantized.tensors
         print(quantized.describe())

@@ -32,6 +32,7 @@ from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.file_names import CONFIG
 from megatron_lightning.peft.record import read_records
 from megatron_lightning.precision.served.qat import qat_of, read_qat
+from megatron_lightning.precision.served.trained_layers import TrainedLayer, read_recipes
 
 
 class SavedTensors(NamedTuple):
@@ -43,6 +44,8 @@ class SavedTensors(NamedTuple):
     """The weights that the training rounded. None: none."""
     owners: Mapping[str, Owner] = MappingProxyType({})
     """Name of a tensor in the folder -> parameter of the checkpoint that holds it."""
+    layers: Mapping[str, TrainedLayer] | None = None
+    """Layer of the checkpoint -> how ``MegatronFP8Precision`` quantized it. None: not recorded."""
 
 
 def tensors_of_checkpoint(
@@ -109,7 +112,8 @@ def tensors_of_checkpoint(
         plan = Plan(gpt.folder, parameters, gpt.pieces(config, parameters))
         fills = fills_of_checkpoint(source, parameters, model)
         trained = _trained(plan, fills, state, model)
-        return SavedTensors(plan.folder, plan.tensors(fills), trained, plan.owners)
+        layers = read_recipes(state, "model" if model is None else model, str(checkpoint))
+        return SavedTensors(plan.folder, plan.tensors(fills), trained, plan.owners, layers)
     if tokenizer is not None:
         raise ConfigError(
             f"tokenizer is {tokenizer!r}, and {checkpoint} is written as a folder with files of "
@@ -133,7 +137,8 @@ def tensors_of_checkpoint(
         )
     fills = fills_of_checkpoint(source, plan.parameters, place)
     trained = _trained(plan, fills, state, place)
-    return SavedTensors(plan.folder, plan.tensors(fills, dtype), trained, plan.owners)
+    layers = read_recipes(state, "model" if place is None else place, str(checkpoint))
+    return SavedTensors(plan.folder, plan.tensors(fills, dtype), trained, plan.owners, layers)
 
 
 def _trained(

@@ -20,6 +20,7 @@ from megatron_lightning.precision.backends import Chosen
 from megatron_lightning.precision.delayed_scaling import AmaxHistory, advance
 from megatron_lightning.precision.quantized_data import Quantizer
 from megatron_lightning.precision.recipes import FP8Recipe
+from megatron_lightning.precision.served.trained_layers import LAYERS, trained_layer
 from megatron_lightning.precision.weights import weight_quantizers
 
 
@@ -88,6 +89,10 @@ class QuantizedLayers(Protocol):
         """Restore the state, now or when the layers are attached."""
         ...
 
+    def record(self) -> dict[str, Any]:
+        """Return what exports of a checkpoint know of the layers. All ranks call the method."""
+        ...
+
 
 class RecipeLayers:
     """Layers with GEMMs over quantized operands, by the FP8 units of a GPU or emulated.
@@ -103,6 +108,7 @@ class RecipeLayers:
         self._assigned = Assignment({}, [], [])
         self._context: ParallelContext | None = None
         self._loaded: dict[str, Tensor] = {}  # histories, until the layers are attached
+        self._record: dict[str, Any] = {}
 
     def attach(self, module: nn.Module, context: ParallelContext, *, caches_weights: bool) -> str:
         """See :class:`QuantizedLayers`, as for all methods."""
@@ -111,6 +117,10 @@ class RecipeLayers:
         self._assigned = apply_recipe(module, self._recipe, context, backend=self._backend)
         for gemm in self._assigned.quantized.values():
             gemm.keeps_weight = caches_weights
+        self._record = {
+            path: trained_layer(module.get_submodule(path), gemm.recipe).entry()
+            for path, gemm in self._assigned.quantized.items()
+        }
         self._load_histories()
         return self._assigned.describe()
 
@@ -169,11 +179,7 @@ class RecipeLayers:
         if context is None or not self._recipe.has_history:
             return {}
         own = {name: history.entries.cpu() for name, history in self._histories()}
-        if context.pp.size == 1:
-            return own
-        stages: list[Any] = [None] * context.pp.size
-        dist.all_gather_object(stages, own, group=context.pp.process_group)
-        return {name: entries for stage in stages for name, entries in stage.items()}
+        return _of_stages(own, context)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the histories.
@@ -183,6 +189,12 @@ class RecipeLayers:
         """
         self._loaded = dict(state)
         self._load_histories()
+
+    def record(self) -> dict[str, Any]:
+        """See ``served/trained_layers.py``."""
+        if self._context is None:
+            return {}
+        return {LAYERS: _of_stages(self._record, self._context)}
 
     def _histories(self) -> Iterator[tuple[str, AmaxHistory]]:
         """Yield the histories of this rank's layers, by their names in checkpoints."""
@@ -203,3 +215,12 @@ class RecipeLayers:
         for name, history in histories.items():
             history.load(self._loaded[name].to(history.entries.device))
         self._loaded = {}
+
+
+def _of_stages(own: dict[str, Any], context: ParallelContext) -> dict[str, Any]:
+    """Return the entries of all pipeline ranks. A collective of them."""
+    if context.pp.size == 1:
+        return own
+    stages: list[Any] = [None] * context.pp.size
+    dist.all_gather_object(stages, own, group=context.pp.process_group)
+    return {name: entries for stage in stages for name, entries in stage.items()}

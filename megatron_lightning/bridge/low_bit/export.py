@@ -32,22 +32,24 @@ from megatron_lightning.bridge.low_bit.schemes import (
     table_of_layer,
     tensors_of_layer,
 )
-from megatron_lightning.bridge.low_bit.stacks import STACKED_EXPERTS, separable, separated
+from megatron_lightning.bridge.low_bit.stacks import (
+    STACKED_EXPERTS,
+    parts_of,
+    separable,
+    separated,
+)
 from megatron_lightning.bridge.tensors.lazy import Lazy
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.file_names import CONFIG, MODELOPT_CONFIG, WEIGHTS_INDEX
 from megatron_lightning.parallel.shards.spec import Box
+from megatron_lightning.precision.served.gptq import gptq_codes
 from megatron_lightning.precision.served.selection import place_in_block, served_in
-from megatron_lightning.precision.served.trained_codes import (
-    SCALINGS,
-    rows_of_block,
-    trained_codes,
-)
+from megatron_lightning.precision.served.trained_codes import rows_of_block, trained_codes
 from megatron_lightning.precision.served.values import Encoded, encode, fused_paths
 
 _WEIGHT = ".weight"
-_OF_EXPERT = re.compile(r"\.experts\.\d+\.[^.]+$")
+_OF_EXPERT = re.compile(r"\.experts\.(\d+)\.[^.]+$")
 
 
 class ServedLayers(NamedTuple):
@@ -64,6 +66,26 @@ class ServedLayers(NamedTuple):
     """Names of tensors that stack the matrices of experts, which keep their values."""
     owners: Mapping[str, Owner] = MappingProxyType({})
     """Name of a tensor in the folder -> parameter of the training that holds it."""
+
+    def parameters(self) -> dict[str, str]:
+        """Return path of a quantized layer -> parameter of the training that holds its rows."""
+        stacks = {
+            part: name
+            for name in self.stacks
+            for parts in parts_of(name, 1 + max(map(_expert, self.quantized)))
+            for part in parts
+        }
+        found = {}
+        for path in self.quantized:
+            name = f"{path}{_WEIGHT}"
+            name = stacks.get(name, name)
+            found[path] = self.owners[name].parameter if name in self.owners else name
+        return found
+
+
+def _expert(path: str) -> int:
+    match = _OF_EXPERT.search(path)
+    return -1 if match is None else int(match[1])
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -145,7 +167,8 @@ class QuantizedFolder(FolderTensors):
         folder: The folder with the other files.
         recipes: Path of a quantized layer -> format, scheme and choice of scales. One scheme.
         layers: The layers, and the folder's tensors.
-        fixed: Largest inputs, keys and values, of which the folder holds scales.
+        fixed: Largest inputs, keys and values, of which the folder holds scales, and second moments
+            of inputs.
         device: Device on which weights are read and rounded. None: the CPU.
 
     Raises:
@@ -187,17 +210,24 @@ class QuantizedFolder(FolderTensors):
         count = sum(self._tensors[f"{path}{_WEIGHT}"].numel() for path in layers.quantized)
         made = (x for name, x in self._made.items() if name.rpartition(".")[0] in self._paths)
         size = sum(x.nbytes for x in made)
-        scalings = {SCALINGS[r.form.name] for r in self._recipes.values() if r.is_trained}
-        trained = (
-            f" Codes are those of a training by FP8Recipe(scaling={' or '.join(sorted(scalings))}) "
-            "with its defaults. The checkpoint does not say how it was trained."
-        )
         stacked = f" Experts stay stacked, as they are: {_listed(layers.stacked)}."
         return (
             f"{len(layers.quantized)} layers in {' and '.join(names)} ({self._scheme}), "
             f"{8 * size / count:.3f} bits a weight. Left as they are: {_listed(layers.ignored)}."
             f"{stacked if layers.stacked else ''}"
-            f"{trained if scalings else ''}{self._fixed.describe()}"
+            f"{self._about_training()}{self._fixed.describe()}"
+        )
+
+    def _about_training(self) -> str:
+        recipes = {recipe for recipe in self._recipes.values() if recipe.trained is not None}
+        if not recipes:
+            return ""
+        if all(recipe.trained_by is not None for recipe in recipes):
+            return " Codes are those of the training."
+        scalings = sorted({recipe.trained.scaling for recipe in recipes if recipe.trained})
+        return (
+            f" Codes are those of a training by FP8Recipe(scaling={' or '.join(scalings)}) "
+            "with its defaults. The checkpoint does not say how it was trained."
         )
 
     @property
@@ -225,9 +255,9 @@ class QuantizedFolder(FolderTensors):
         """Check that the training's blocks are those of the matrices in the folder."""
         for path in sorted(self._paths):
             recipe, owner = self._recipes[path], self._layers.owners.get(f"{path}{_WEIGHT}")
-            size = rows_of_block(recipe.form)
-            if not recipe.is_trained:
+            if recipe.trained is None:
                 continue
+            size = rows_of_block(recipe.trained)
             self._shared_amax(path)  # before anything is written
             if owner is not None and owner.row_divisor % size:
                 raise ConfigError(
@@ -261,8 +291,10 @@ class QuantizedFolder(FolderTensors):
                 "Export an earlier checkpoint."
             )
         recipe, amax = self._recipes[path], self._shared_amax(path)
-        if recipe.is_trained:
-            return trained_codes(weight, recipe.form, amax)
+        if recipe.trained is not None:
+            return trained_codes(weight, recipe.trained, amax)
+        if path in self._fixed.moments:
+            return gptq_codes(weight, recipe.form, self._fixed.moments[path]())
         return encode(weight, recipe.form, amax, fit=recipe.fit)
 
     def _shared_amax(self, path: str) -> Tensor | None:
@@ -274,7 +306,7 @@ class QuantizedFolder(FolderTensors):
         if fused not in self._amax:
             each = [form.shared_amax(self._weight(other)) for other in fused]
             stacked = torch.stack([x for x in each if x is not None])
-            if self._recipes[path].is_trained:
+            if self._recipes[path].trained is not None:
                 self._check_trained(fused, stacked)
             self._amax[fused] = stacked.amax(0)
         return self._amax[fused]

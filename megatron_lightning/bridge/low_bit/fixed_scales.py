@@ -1,13 +1,16 @@
 """Scales of inputs, keys and values that a folder holds: of a training, or of an evaluation's
-statistics.
+statistics. And second moments of inputs, by which codes are found.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, Self
+
+from torch import Tensor
 
 from megatron_lightning.bridge.folder_model import FolderModel
 from megatron_lightning.bridge.gpt import GPTFolder
@@ -30,6 +33,10 @@ class FixedScales(NamedTuple):
     """Layers of experts that no token reached, with the largest amax of the layer's experts."""
     cache: Mapping[str, tuple[float, float]] = MappingProxyType({})
     """Path of an attention in the folder -> amax of its keys, behind rotary, and of its values."""
+    moments: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})
+    """Path of a layer in the folder -> returns the second moments of its inputs."""
+    unseen: tuple[str, ...] = ()
+    """Layers without second moments, whose codes are found without."""
 
     @classmethod
     def of_layers(cls, amax: Mapping[str, float], paths: Iterable[str]) -> Self:
@@ -55,6 +62,11 @@ class FixedScales(NamedTuple):
             texts.append(
                 f"{len(self.experts)} matrices of experts that no token reached have the largest "
                 f"of their layer ({self.experts[0]}{_others(self.experts)})."
+            )
+        if self.unseen:
+            texts.append(
+                f"{len(self.unseen)} layers without second moments, such as experts, have the "
+                f"nearest codes ({self.unseen[0]}{_others(self.unseen)})."
             )
         if self.cache:
             texts.append(
@@ -87,11 +99,19 @@ class CalibratedFolder:
         gpt: GPTFolder = model.gpt_folder()
         self._config = gpt.config
         self._statistics = statistics
-        pieces = gpt.pieces(gpt.config, gpt.tensors(gpt.config))
+        tensors = gpt.tensors(gpt.config)
+        statistics.check(tensors, model.path)
+        pieces = gpt.pieces(gpt.config, tensors)
         self._parameters = {name: own[0].parameter for name, own in pieces.items() if own}
 
     def scales(
-        self, layers: Iterable[str], stacks: Iterable[str], *, inputs: bool, cache: bool
+        self,
+        layers: Iterable[str],
+        stacks: Iterable[str],
+        *,
+        inputs: bool,
+        cache: bool,
+        moments: bool,
     ) -> FixedScales:
         """Return the scales of layers.
 
@@ -100,21 +120,39 @@ class CalibratedFolder:
             stacks: Names of stacks in the folder, of which each expert has its own layers.
             inputs: Whether inputs have fixed scales.
             cache: Whether keys and values have.
+            moments: Whether second moments of inputs are needed.
 
         Raises:
             CheckpointError: If the statistics are of another model, or no token reached a layer.
             ConfigError: If the model has no keys and values of heads.
         """
-        fixed = NONE
+        fixed, paths = NONE, list(layers)
         if inputs:
-            paths = list(layers)
             owners = self._owners(stacks)
             fixed = FixedScales.of_layers(
                 {p: self._amax(p, owners.get(p, p)) for p in paths}, paths
             )
+        if moments:
+            fixed = self._with_moments(fixed, paths)
         if not cache:
             return fixed
         return fixed._replace(cache=cache_scales(self._parameters, self._statistics))
+
+    def _with_moments(self, fixed: FixedScales, paths: Iterable[str]) -> FixedScales:
+        own = {path: self._parameters.get(f"{path}{_WEIGHT}", "") for path in paths}
+        own = {path: parameter.removesuffix(_WEIGHT) for path, parameter in own.items()}
+        found = {
+            path: partial(self._statistics.moments, owner)
+            for path, owner in own.items()
+            if self._statistics.has_moments(owner)
+        }
+        if not found:
+            raise CheckpointError(
+                "scales is gptq, and the statistics have no second moments of inputs. Take them by "
+                "LayerStatistics(path, second_moments=True)."
+            )
+        unseen = tuple(path for path in own if path not in found)
+        return fixed._replace(moments=found, unseen=unseen)
 
     def _owners(self, stacks: Iterable[str]) -> dict[str, str]:
         """Return path of a layer in the folder -> path in the ``GPTModel``."""

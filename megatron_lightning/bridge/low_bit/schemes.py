@@ -11,9 +11,10 @@ from torch import Tensor
 from megatron_lightning.config.value_checks import check_choice
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.precision.formats import pack_e2m1
+from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.precision.served.checks import check_inputs
 from megatron_lightning.precision.served.input_scales import input_scale
-from megatron_lightning.precision.served.trained_codes import SCALINGS
+from megatron_lightning.precision.served.trained_codes import SCALINGS, default_recipe
 from megatron_lightning.precision.served.values import Encoded, Fit, ServedFormat, ServedName
 
 Scheme = Literal["compressed-tensors", "modelopt"]
@@ -42,11 +43,17 @@ class Recipe(NamedTuple):
     """How scales are chosen."""
     rounds_inputs: bool = False
     """Whether servers round inputs in the same format."""
+    trained_by: FP8Recipe | None = None
+    """The recipe in the checkpoint. None: that of a training with the recipe's defaults."""
 
     @property
-    def is_trained(self) -> bool:
-        """Whether codes are those of a training by ``MegatronFP8Precision``."""
-        return self.fit == "trained"
+    def trained(self) -> FP8Recipe | None:
+        """The recipe of a training by ``MegatronFP8Precision``, whose codes are written. None:
+        codes are chosen by ``fit``.
+        """
+        if self.fit != "trained":
+            return None
+        return default_recipe(self.form) if self.trained_by is None else self.trained_by
 
     @property
     def fixes_inputs(self) -> bool:
@@ -81,6 +88,11 @@ class Recipe(NamedTuple):
             raise ConfigError(
                 f"scales is 4over6 with {form.name}, and chooses between two codes of nvfp4. Set "
                 "scales to mse."
+            )
+        if fit == "gptq" and form.name != "int4":
+            raise ConfigError(
+                f"scales is gptq with {form.name}, and finds codes of int4. Set scales to mse, or "
+                "quantize to int4."
             )
         if fit == "trained" and form.name not in SCALINGS:
             raise ConfigError(

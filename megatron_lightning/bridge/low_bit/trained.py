@@ -4,30 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from megatron_lightning.bridge.folder_model import FolderModel, Owner, Plan
+from megatron_lightning.bridge.folder_model import Plan
 from megatron_lightning.bridge.folders.folder import FolderTensors
 from megatron_lightning.bridge.low_bit.export import QuantizedFolder, ServedLayers, served_layers
-from megatron_lightning.bridge.low_bit.fixed_scales import (
-    NONE,
-    CalibratedFolder,
-    FixedScales,
-    cache_scales,
-)
+from megatron_lightning.bridge.low_bit.fixed_scales import NONE, FixedScales
 from megatron_lightning.bridge.low_bit.reading import dequantized
 from megatron_lightning.bridge.low_bit.schemes import Recipe, Scheme
 from megatron_lightning.bridge.low_bit.stacks import parts_of, separated, stacked
-from megatron_lightning.bridge.pruning.statistics import Statistics
 from megatron_lightning.bridge.tensors.lazy import Fill, Lazy
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.file_names import CONFIG
-from megatron_lightning.precision.served.inputs import InputName
-from megatron_lightning.precision.served.qat import QAT, Record, described
+from megatron_lightning.precision.served.qat import QAT, Record
 from megatron_lightning.precision.served.selection import Served
-from megatron_lightning.precision.served.values import Fit, ServedFormat, ServedName
+from megatron_lightning.precision.served.values import ServedFormat
 
 _T = TypeVar("_T")
 
@@ -157,159 +149,6 @@ class TrainedWeights(NamedTuple):
                 names = (part.removesuffix(".weight") for own in parts for part in own)
                 result |= {f"{path}{suffix}": value for path in names}
         return result
-
-
-class Asked(NamedTuple):
-    """A user's options."""
-
-    name: ServedName | Literal["none"] | None
-    """Format of weights."""
-    group_size: int | None = None
-    scheme: Scheme = "compressed-tensors"
-    fit: Fit = "max"
-    activations: InputName | None = None
-    """Format of inputs."""
-    statistics: str | None = None
-    """File of ``LayerStatistics``."""
-    kv_cache: Literal["fp8"] | None = None
-    """Format of keys and values in servers' caches."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether only the format is asked for."""
-        return self[1:] == Asked(None)[1:]
-
-
-def quantized_folder(
-    like: FolderTensors,
-    tensors: Mapping[str, Lazy],
-    trained: TrainedWeights | None,
-    asked: Asked,
-    *,
-    trusts: bool,
-    family: str | None = None,
-    owners: Mapping[str, Owner] = MappingProxyType({}),
-) -> QuantizedFolder | None:
-    """Return a folder in few bits: as asked, or as the checkpoint was trained. None: not quantized.
-
-    Args:
-        like: Folder with the other files.
-        tensors: All tensors of the folder.
-        trained: The weights that the training rounded. None: none.
-        asked: The options.
-        trusts: Whether code in the folder may run.
-        family: Rules of ``GPTModel``. None: those of the folder's architecture.
-        owners: Name of a tensor in the folder -> parameter of the training that holds it.
-
-    Raises:
-        ConfigError: If an option does nothing, or would change the values of the trained forward.
-    """
-    name, group_size, scheme, fit, activations, _, _ = asked
-    if trained is not None and _is_as_trained(trained, asked):
-        cache = _cache_of_training(asked, owners)
-        return trained.folder(like, tensors, scheme, trust_remote_code=trusts, cache=cache)
-    if name is None or name == "none":
-        if not asked.is_plain:
-            raise ConfigError(
-                "group_size, scheme, scales, activations, statistics and kv_cache are settings of "
-                f"quantized weights, and quantize is {name}. Set quantize, or leave them out."
-            )
-        return None
-    recipe = Recipe.of(name, group_size, scheme, fit, activations)
-    layers = served_layers(like.files, tensors, trust_remote_code=trusts)._replace(owners=owners)
-    fixed = _fixed_scales(like, layers, recipe, asked, family=family, trusts=trusts)
-    return QuantizedFolder(like, dict.fromkeys(layers.quantized, recipe), layers, fixed)
-
-
-def _is_as_trained(trained: TrainedWeights, asked: Asked) -> bool:
-    """Return whether the folder of the trained forward is asked for.
-
-    Raises:
-        ConfigError: If the scales are others than those of the trained forward.
-    """
-    if asked.name == "none" or asked.activations not in (None, trained.qat.activations):
-        return False
-    own = {*trained.forms.values()}
-    if asked.name is None:
-        is_own = asked.group_size is None
-    else:
-        is_own = own == {ServedFormat.of(asked.name, asked.group_size)}
-    if is_own and asked.fit != "max":
-        raise ConfigError(
-            f"scales is {asked.fit}, and the checkpoint was trained with {described(trained.qat)}, "
-            "whose forward multiplied by scales max: the folder would have other values. Leave "
-            "scales out, or write another format."
-        )
-    return is_own
-
-
-def _cache_of_training(
-    asked: Asked, owners: Mapping[str, Owner]
-) -> Mapping[str, tuple[float, float]]:
-    """Return the largest keys and values, beside what a training has fixed."""
-    if not _needs_statistics([], asked):
-        return {}
-    parameters = {name: owner.parameter for name, owner in owners.items()}
-    if not any(name.startswith("decoder.") for name in parameters.values()):
-        raise ConfigError(
-            f"kv_cache {asked.kv_cache}: statistics are of a GPTModel, and the checkpoint is of an "
-            "untouched model. Leave kv_cache out, or train the folder by GPTLightningModule "
-            "(init_from_hf)."
-        )
-    return cache_scales(parameters, Statistics.load(str(asked.statistics)))
-
-
-def _needs_statistics(inputs: list[str], asked: Asked) -> bool:
-    """Return whether scales are those of an evaluation.
-
-    Args:
-        inputs: Description of the inputs whose scales it finds. Empty: none.
-        asked: The options.
-
-    Raises:
-        ConfigError: If the statistics are missing, or nothing needs them.
-    """
-    needs = inputs + ([f"kv_cache {asked.kv_cache}"] if asked.kv_cache is not None else [])
-    if needs and asked.statistics is None:
-        raise ConfigError(
-            f"{' and '.join(needs)}: the folder holds the scales, which an evaluation finds. "
-            "Validate the folder (--model=GPTLightningModule --model.init_from_hf=FOLDER) with the "
-            "callback LayerStatistics, and set --statistics FILE."
-        )
-    if asked.statistics is not None and not needs:
-        raise ConfigError(
-            "statistics find the scales of activations nvfp4 or fp8_tensor that no training fixed, "
-            "and of kv_cache, and none of them is set. Set one, or leave statistics out."
-        )
-    return bool(needs)
-
-
-def _fixed_scales(
-    like: FolderTensors,
-    layers: ServedLayers,
-    recipe: Recipe,
-    asked: Asked,
-    *,
-    family: str | None,
-    trusts: bool,
-) -> FixedScales:
-    """Return the scales that a folder holds by the statistics of an evaluation."""
-    inputs = [f"activations {recipe.form.name}"] if recipe.fixes_inputs else []
-    if not _needs_statistics(inputs, asked):
-        return NONE
-    if not (like.path / CONFIG).is_file():
-        raise ConfigError(
-            f"statistics are of a folder, and {like.path} is none. Export the checkpoint with "
-            f"--quantize none, and then the folder with --quantize {recipe.form.name}."
-        )
-    model = FolderModel(like.path, trust_remote_code=trusts, family=family)
-    folder = CalibratedFolder(model, Statistics.load(str(asked.statistics)))
-    return folder.scales(
-        layers.quantized,
-        layers.stacks,
-        inputs=recipe.fixes_inputs,
-        cache=asked.kv_cache is not None,
-    )
 
 
 def _in_dtype(values: Lazy, dtype: torch.dtype) -> Lazy:

@@ -72,7 +72,9 @@ def prune(  # noqa: PLR0917  # every argument is an option of the command line
     bridge = AutoBridge.from_hf_pretrained(
         source, revision=revision, trust_remote_code=trust_remote_code, family=family
     )
-    before = num_parameters(bridge.to_config())
+    gpt = bridge.gpt_folder()
+    found.check(gpt.tensors(gpt.config), source)
+    before = num_parameters(gpt.config)
     pruned = pruned_folder(bridge, sizes, found)
     num_bytes = sum(tensor.nbytes for tensor in pruned.tensors.values())
     with progress_bar("pruning", num_bytes) as advance:

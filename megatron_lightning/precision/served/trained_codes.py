@@ -32,23 +32,30 @@ SCALINGS: Mapping[ServedName, Scaling] = MappingProxyType(
 """Format -> scaling of the recipe with the same codes."""
 
 
-def rows_of_block(form: ServedFormat) -> int:
+FORMATS: Mapping[Scaling, ServedName] = MappingProxyType({x: name for name, x in SCALINGS.items()})
+"""Scaling of a recipe -> format with the same codes."""
+
+
+def default_recipe(form: ServedFormat) -> FP8Recipe:
+    """Return the recipe with the codes of a format of ``SCALINGS``."""
+    return FP8Recipe(scaling=SCALINGS[form.name])
+
+
+def rows_of_block(recipe: FP8Recipe) -> int:
     """Return the rows with a common scale. 1: a row, or all rows of the matrix."""
-    scaling = SCALINGS.get(form.name)
-    return 1 if scaling is None else block_of(FP8Recipe(scaling=scaling), "weight").rows or 1
+    return block_of(recipe, "weight").rows or 1
 
 
 @torch.no_grad()
-def trained_codes(weight: Tensor, form: ServedFormat, amax: Tensor | None) -> Encoded:
+def trained_codes(weight: Tensor, recipe: FP8Recipe, amax: Tensor | None) -> Encoded:
     """Return the codes and scales of a weight [R, C] by the recipe.
 
     Args:
-        weight: The weight in any dtype. The training multiplied in bf16.
-        form: A format of ``SCALINGS``.
+        weight: The weight in any dtype. The training quantized bf16.
+        recipe: The recipe.
         amax: Amax [1, 1] of the matrix that the training quantized. None: scales are of blocks.
     """
-    recipe = FP8Recipe(scaling=SCALINGS[form.name])
-    shared = None if amax is None or not form.is_of_matrix else amax.bfloat16().float()
+    shared = None if amax is None else amax.bfloat16().float()
     block = block_of(recipe, "weight")
     codes, scales = encode_by_recipe(
         weight.bfloat16(), recipe, "weight", block, shared_amax=shared

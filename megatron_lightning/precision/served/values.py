@@ -42,13 +42,14 @@ from megatron_lightning.precision.scaling import (
     values_of,
 )
 
-Fit = Literal["max", "mse", "4over6", "trained"]
+Fit = Literal["max", "mse", "4over6", "gptq", "trained"]
 """How a scale is chosen.
 
     max      the largest value is the largest code
     mse      the smallest squared error of a few fractions of that scale
     4over6   nvfp4: the largest of 16 values is code 6 or 4, by the smaller squared error
              (https://arxiv.org/abs/2512.02010)
+    gptq     int4: max, with each column's error made up for by later columns, see ``gptq.py``
     trained  by the recipe of MegatronFP8Precision, see ``trained_codes.py``
 """
 ServedName = Literal[
@@ -58,7 +59,8 @@ NAMES: tuple[ServedName, ...] = get_args(ServedName)
 _SIZES: Mapping[ServedName, int] = MappingProxyType(
     {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32, "fp8_block": 128, "int4": 128}
 )
-_LARGEST_INTEGER: Mapping[str, float] = MappingProxyType({"int8": 127.0, "int4": 7.0})
+LARGEST_INTEGER: Mapping[str, float] = MappingProxyType({"int8": 127.0, "int4": 7.0})
+"""Format -> largest code, of which scales are made."""
 _SCALE_BITS: Mapping[str, int] = MappingProxyType(
     {"int8": 1, "int4": 5}
 )  # 8 bits of bf16 less those of a code
@@ -125,7 +127,7 @@ class ServedFormat(NamedTuple):
     @property
     def is_integer(self) -> bool:
         """Whether codes are integers."""
-        return self.name in _LARGEST_INTEGER
+        return self.name in LARGEST_INTEGER
 
     @property
     def is_of_matrix(self) -> bool:
@@ -237,7 +239,7 @@ def _round(
 ) -> tuple[Tensor, Tensor]:
     """Return codes [..., nR, r, nC, c] and scales [..., nR, nC] of blocks, both in fp32."""
     if form.is_integer:
-        largest = _LARGEST_INTEGER[form.name]
+        largest = LARGEST_INTEGER[form.name]
         scales = _rounded_up(amax / largest, _SCALE_BITS[form.name])
         scales = scales.where(scales != 0, 1.0)
         codes = blocks / scales.unsqueeze(-2).unsqueeze(-1)

@@ -8,13 +8,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
+from megatron_lightning.bridge import commands
 from megatron_lightning.bridge.pruning.statistics import Statistics
 from megatron_lightning.callbacks import LayerStatistics
 from megatron_lightning.config import MoEConfig
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.modules import GPTLightningModule
+from tests.helpers.gpt_folders import make_folder
 from tests.helpers.layouts import LAYOUTS, Layout, make_layout, tiny_config, token_rows
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import ToyModule
@@ -22,6 +25,7 @@ from tests.helpers.trainers import trainer
 
 TOLERANCE = 1e-6
 PADDED = 6
+LINEAR = tuple(f"decoder.layers.0.{n}" for n in ("self_attention.linear_proj", "mlp.linear_fc2"))
 
 
 def _rows(padded: int) -> list[dict[str, Any]]:
@@ -34,20 +38,37 @@ def _rows(padded: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _validate(layout: Layout, path: str, padded: int = PADDED, cut: bool = False) -> None:
+def _packed() -> list[dict[str, Any]]:
+    """Two texts a row."""
+    pairs = list(zip(*[iter(_rows(0))] * 2, strict=True))
+    places = torch.arange(32)
+    marks = {"position_ids": places % 16, "document_ids": places // 16}
+    return [
+        {name: torch.cat([a[name], b[name]]) for name in ("tokens", "labels")} | marks
+        for a, b in pairs
+    ]
+
+
+def _validate(
+    layout: Layout, path: str, padded: int = PADDED, cut: bool = False, packed: bool = False
+) -> None:
     pl.seed_everything(1, verbose=False)
     moe = MoEConfig(num_experts=4, router_topk=2, layer_freq=(0, 1))
     module = GPTLightningModule(tiny_config(num_query_groups=2, activation="swiglu", moe=moe))
     rows = _rows(padded)
     if cut:
         rows = [{name: x[: 16 - PADDED] for name, x in row.items()} for row in rows]
+    rows = _packed() if packed else rows
     loader = DataLoader(rows, batch_size=4 // layout.data)
-    run = trainer(layout.strategy(), callbacks=[LayerStatistics(path)])
+    run = trainer(layout.strategy(), callbacks=[LayerStatistics(path, second_moments=True)])
     run.validate(module, loader, verbose=False)
 
 
 def _differences(first: Path, second: Path) -> dict[str, float]:
-    a, b = Statistics.load(first).entries, Statistics.load(second).entries
+    own, other = Statistics.load(first), Statistics.load(second)
+    assert own.model == other.model
+    assert own.model is not None
+    a, b = ({**x.entries, **{k: x.moments(k) for k in LINEAR}} for x in (own, other))
     assert a.keys() == b.keys(), a.keys() ^ b.keys()
     return {k: float((x - b[k]).abs().max() / x.abs().max().clamp(min=1e-30)) for k, x in a.items()}
 
@@ -89,6 +110,30 @@ def test_padding_is_in_no_sum(alone: Path, tmp_path: Path) -> None:
     assert float(entries["decoder.layers.1.mlp.experts/tokens"].sum()) == 2 * 8 * (16 - PADDED)
     _validate(LAYOUTS["single"], str(tmp_path / "full"), 0)
     assert max(_differences(alone, tmp_path / "full").values()) > 0.1
+    _validate(LAYOUTS["single"], str(tmp_path / "packed"), packed=True)
+    found = _differences(tmp_path / "full", tmp_path / "packed")
+    assert max(found.values()) < TOLERANCE, found
+
+
+def test_statistics_of_another_model_are_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
+    folders = [make_folder("llama", tmp_path / name, **sizes) for name in ("first", "second")]
+    for file in folders[1].glob("*.safetensors"):
+        tensors = load_file(file)
+        changed = {n: 2 * x if "layers.0.mlp.up_proj" in n else x for n, x in tensors.items()}
+        save_file(changed, file, metadata={"format": "pt"})
+    path = str(tmp_path / "file")
+    rows = DataLoader(token_rows(4, 16, 67), batch_size=4)
+    run = trainer(callbacks=[LayerStatistics(path)])
+    run.validate(GPTLightningModule(init_from_hf=str(folders[0])), rows, verbose=False)
+    options: dict[str, Any] = {"quantize": "int8", "kv_cache": "fp8", "statistics": path}
+    commands.export(str(folders[0]), str(tmp_path / "served"), **options)
+    with pytest.raises(CheckpointError, match=r"first block has the digest gpt:.*are others"):
+        commands.export(str(folders[1]), str(tmp_path / "x"), **options)
+    with pytest.raises(CheckpointError, match=r"second.* has gpt:.*are others"):
+        commands.prune(
+            str(folders[1]), str(tmp_path / "x"), statistics=path, ffn_hidden_size=16
+        )  # fmt: skip
 
 
 def test_a_model_without_blocks_is_refused(tmp_path: Path) -> None:

@@ -29,10 +29,11 @@ TOKENS = torch.randint(0, 67, (2, 20), generator=torch.Generator().manual_seed(4
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "head_dim": 16}
 
 
-def take_statistics(folder: Path, path: Path) -> None:
+def take_statistics(folder: Path, path: Path, moments: bool = False) -> None:
     model: Any = AutoBridge.from_hf_pretrained(folder).to_model("gpt").eval()
     blocks = {f"decoder.layers.{n}": layer for n, layer in model.decoder.layers.items()}
     sums = LayerSums(blocks, "", Division(ALONE, False, {}))
+    sums.takes_moments = moments
     with torch.no_grad():
         model(TOKENS)
     sums.close()
@@ -124,6 +125,39 @@ def test_scales_are_those_of_the_inputs_and_of_the_cache(
         )
 
 
+def _logits(folder: Path) -> Tensor:
+    model: Any = AutoBridge.from_hf_pretrained(folder).to_model(dtype=torch.float32)
+    with torch.no_grad():
+        logits: Tensor = model(TOKENS).logits
+    return logits
+
+
+def test_codes_by_second_moments_lose_less(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder("qwen3-moe", tmp_path, **SIZES)
+    take_statistics(folder, tmp_path / "file", moments=True)
+    take_statistics(folder, tmp_path / "without")
+    options: dict[str, Any] = {"quantize": "int4", "group_size": 32, "dtype": "bfloat16"}
+    gptq: dict[str, Any] = {**options, "scales": "gptq"}
+    commands.export(str(folder), str(tmp_path / "max"), **options)
+    capsys.readouterr()
+    found = str(tmp_path / "file")
+    commands.export(str(folder), str(tmp_path / "gptq"), statistics=found, **gptq)
+    assert "12 layers without second moments, such as experts" in capsys.readouterr().out
+    expected = _logits(folder)
+    errors = [float((_logits(tmp_path / n) - expected).square().mean()) for n in ("max", "gptq")]
+    assert errors[1] < 0.9 * errors[0]
+    with pytest.raises(ConfigError, match="scales gptq: an evaluation finds them"):
+        commands.export(str(folder), str(tmp_path / "x"), **gptq)
+    with pytest.raises(CheckpointError, match=r"LayerStatistics\(path, second_moments=True\)"):
+        commands.export(
+            str(folder), str(tmp_path / "x"), statistics=str(tmp_path / "without"), **gptq
+        )
+    with pytest.raises(ConfigError, match="scales is gptq with nvfp4"):
+        commands.export(str(folder), str(tmp_path / "x"), quantize="nvfp4", scales="gptq")
+
+
 KV = (".k_scale", ".v_scale")
 
 
@@ -190,7 +224,7 @@ def test_what_has_no_statistics_says_how_to_take_them(tmp_path: Path) -> None:
     folder, export = str(make_folder("llama", tmp_path, **SIZES)), commands.export
     out = str(tmp_path / "out")
     with pytest.raises(
-        ConfigError, match=r"activations nvfp4: the folder holds.*--statistics FILE"
+        ConfigError, match=r"activations nvfp4: an evaluation finds.*--statistics FILE"
     ):
         export(folder, out, quantize="nvfp4", activations="nvfp4")
     with pytest.raises(ConfigError, match=r"kv_cache fp8: .*LayerStatistics"):

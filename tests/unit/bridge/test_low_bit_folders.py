@@ -158,6 +158,17 @@ def test_any_box_is_read_and_a_second_export_has_equal_values(
     assert all(torch.equal(again[weight].read(), x.read()) for weight, x in tensors.items())
 
 
+def test_a_second_rounding_by_the_same_scales_changes_nothing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name, fit in [(n, f) for n in NAMES for f in ("max", "mse")] + [("nvfp4", "4over6")]:
+        form = ServedFormat.of(name, 32 if name == "int4" else None)
+        weight = torch.randn(64, 128, generator=generator)
+        weight[3] *= 9.0
+        values = encode(weight.bfloat16(), form, fit=fit).values(form)  # type: ignore[arg-type]
+        again = encode(values.bfloat16(), form, fit=fit).values(form)  # type: ignore[arg-type]
+        assert torch.equal(again, values), (name, fit)
+
+
 def test_a_folder_comes_back_through_a_checkpoint_in_bf16(
     folders: dict[tuple[str, str], Path], tmp_path: Path
 ) -> None:
