@@ -142,7 +142,7 @@ class _Block(ExitStack):
         """Add the products of inputs [s, b, …], gathered where ranks have parts of them."""
         rows, spec = x.flatten(0, 1), self._spec(path)
         if spec is not None and spec.global_shape[1] != rows.shape[1]:
-            parts = rows.split([box.shape[1] for box in spec.boxes], dim=1)
+            parts = torch.split(rows, [box.shape[1] for box in spec.boxes], dim=1)
             rows = rows.new_zeros(len(rows), spec.global_shape[1])
             for box, part in zip(spec.boxes, parts, strict=True):
                 rows[:, box.slices[1]] = part

@@ -132,7 +132,8 @@ class Statistics:
         from safetensors import safe_open
 
         with safe_open(str(self._path), framework="pt") as file:
-            return file.get_tensor(f"{module}{_MOMENTS}")
+            moments: Tensor = file.get_tensor(f"{module}{_MOMENTS}")
+        return moments
 
     def check(self, tensors: Mapping[str, Lazy], folder: object) -> None:
         """Check that the statistics are of a model.

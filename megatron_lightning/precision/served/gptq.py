@@ -64,7 +64,8 @@ def _factor(moments: Tensor) -> Tensor:
         damped = moments + torch.diag(damping * diagonal.mean() + unseen)
         factor, problem = torch.linalg.cholesky_ex(damped)
         if not int(problem) and bool(factor.isfinite().all()):
-            return torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True).float()
+            upper: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True)
+            return upper.float()
     raise CheckpointError(
         f"the second moments {list(moments.shape)} of a layer's inputs are not positive definite: "
         "they are damaged, or had values that are NaN or infinite. Take them again."
