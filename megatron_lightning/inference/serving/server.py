@@ -59,7 +59,7 @@ class ServerSettings:
     """Accepted names in the header Host. None: all."""
     max_body_bytes: int = 4 << 20
     max_waiting_bytes: int = 256 << 20
-    """Bytes of requests that are being parsed, and of images of waiting requests."""
+    """Bytes of requests that arrive or are being parsed, and of images of waiting requests."""
     timeout_s: float = 600.0
     """Time of a request."""
 
@@ -228,11 +228,17 @@ class Server:
         kind = http.headers.get("content-type", "").partition(";")[0]
         if kind.strip().lower() != "application/json":
             raise ApiError(415, "the body has to be application/json.")
-        content = bytearray()
-        async for part in http.stream():
-            content += part
-            if len(content) > limit:
-                raise ApiError(413, f"the body is larger than {limit:,} bytes.")
+        content, is_long = bytearray(), limit > self._settings.max_body_bytes
+        try:
+            async for part in http.stream():
+                content += part
+                self._parsing_bytes += len(part)  # many slow clients hold memory, too
+                if len(content) > limit:
+                    raise ApiError(413, f"the body is larger than {limit:,} bytes.")
+                if not is_long:
+                    self._check_free(0, 0)
+        finally:
+            self._parsing_bytes -= len(content)
         try:
             body = json.loads(content)
             # JSON may escape half of a surrogate pair ("\\ud800"), which is no character.

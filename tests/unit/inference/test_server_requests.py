@@ -112,3 +112,49 @@ def test_the_page_is_of_files_without_inline_code() -> None:
     ids = set(re.findall(r'id="(\w+)"', page))
     assert set(re.findall(r'\$\("(\w+)"\)', script)) <= ids
     assert {"system", "turns", "again", "chat"} <= ids
+
+
+def test_arriving_bodies_are_limited_alone_and_together() -> None:
+    """Without a length that announces them."""
+    idle: Any = _Idle()
+    idle.image_bytes = 0
+    settings = ServerSettings(name="m", longest=64, max_body_bytes=800, max_waiting_bytes=1000)
+    server = Server(idle, idle, settings)
+    app, release = server.app(), asyncio.Event()
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": "/v1/completions", "query_string": b"", "root_path": "",
+        "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+
+    async def status(parts: int) -> int:
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            nonlocal parts
+            if not parts:
+                await release.wait()
+                return {"type": "http.disconnect"}
+            parts -= 1
+            return {"type": "http.request", "body": b"x" * 300, "more_body": True}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await app(dict(scope), receive, send)
+        return int(sent[0]["status"])
+
+    async def run() -> list[int]:
+        slow = [asyncio.create_task(status(2)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        found = [await status(3)]
+        release.set()
+        for task in slow:
+            found.append(await task)
+        return [*found, await status(3)]
+
+    first, *others, last = asyncio.run(run())
+    assert first == 429
+    assert 429 in others  # the second of the slow ones
+    assert last == 413
+    assert server._parsing_bytes == 0
