@@ -363,6 +363,22 @@ def openai_messages(row: Row, key: str, turns: Any) -> list[Any]:
     return messages
 
 
+def text_messages(row: Row, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages for templates, of text alone.
+
+    Raises:
+        DataError: If a message, or the row, has an image or a sound, or content that is no text.
+    """
+    images = RowImages(row.where, row.fields)
+    made = [_message(row, index, message, images) for index, message in enumerate(messages)]
+    if images.sources or images.num_left:
+        where = images.sources[0].where if images.sources else row.where
+        raise DataError(
+            f"{where} has an image or a sound, and a policy reads and writes text alone. Remove it."
+        )
+    return made
+
+
 def _with_system(row: Row, messages: Any) -> Any:
     """Return messages behind the row's ``system``, if there is one.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,8 @@ class Generation:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:
             for row in self.rows:
-                fields = asdict(row)
+                fields = {**vars(row), "rewards": dict(row.rewards)}  # `asdict` copies each id
+                fields["earlier"] = [vars(text) for text in row.earlier]
                 if not row.earlier:
                     del fields["earlier"]
                 file.write(json.dumps(fields, separators=(",", ":")).encode() + b"\n")

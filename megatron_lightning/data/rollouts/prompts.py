@@ -13,6 +13,7 @@ from megatron_lightning.data.chat.conversations import (
     Chat,
     alpaca_prompt,
     openai_messages,
+    text_messages,
 )
 from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.errors import DataError
@@ -43,7 +44,7 @@ def prompt_of(row: Row, tokenizer: ChatTokenizer | None, template: ChatTemplate 
         template: Of conversations. None: there is none.
 
     Raises:
-        DataError: If the row has no prompt, or needs a tokenizer or a template.
+        DataError: If the row has no prompt, has an image, or needs a tokenizer or a template.
     """
     if row.error is not None:
         raise row.error
@@ -66,8 +67,9 @@ def prompt_of(row: Row, tokenizer: ChatTokenizer | None, template: ChatTemplate 
             f"{row.where}: the prompt has messages, and the tokenizer has no chat template. Set "
             "chat_template, or write the prompt as text."
         )
-    chat = Chat(row.where, messages, fields.get("tools"), options=_options(fields))
-    text, _ = template.render(chat, messages, prompt=True)
+    texts = text_messages(row, messages)
+    chat = Chat(row.where, texts, fields.get("tools"), options=_options(fields))
+    text, _ = template.render(chat, texts, prompt=True)
     [(ids, _)] = tokenizer.encode([text])
     return Prompt(ids.tolist(), messages, fields, row.where)
 

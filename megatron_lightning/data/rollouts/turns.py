@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 from megatron_lightning.data.chat.chat_template import ChatTemplate
 from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
-from megatron_lightning.data.chat.conversations import ASSISTANT, Chat
+from megatron_lightning.data.chat.conversations import ASSISTANT, Chat, text_messages
+from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.errors import DataError
 
 History = Literal["refuse", "keep", "split"]
@@ -66,7 +67,7 @@ class Turns:
         """Return the ids of the first messages, up to the first answer.
 
         Raises:
-            DataError: If the template refuses the messages.
+            DataError: If the template refuses the messages, or one has an image.
         """
         return self._encode(self._render(messages, prompt=True))
 
@@ -191,7 +192,8 @@ class Turns:
                 )
 
     def _render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        return self._template.render(self._chat, messages, prompt=prompt)[0]
+        texts = text_messages(Row(self._chat.where, {}), messages)
+        return self._template.render(self._chat, texts, prompt=prompt)[0]
 
     def _encode(self, text: str) -> list[int]:
         [(ids, _)] = self._tokenizer.encode([text])

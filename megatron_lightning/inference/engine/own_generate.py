@@ -60,8 +60,9 @@ class OwnGenerate(TextModel):
             if size > 1:
                 raise ConfigError(
                     f"{name}={size}: {type(model).__name__} writes text by its own generate, which "
-                    f"calls the whole model for each token. Set {name} to 1, or load the "
-                    "checkpoint in another layout."
+                    f"calls the whole model for each token. Set {name} to 1, load the checkpoint "
+                    "in another layout, or train a GPTLightningModule(init_from_hf=...), whose "
+                    "engine writes texts on every layout."
                 )
         super().__init__(
             model,

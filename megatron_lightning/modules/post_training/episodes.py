@@ -354,7 +354,10 @@ def _turn_of(outcome: Outcome) -> Turn | str:
 
 def _are_messages(value: Any) -> bool:
     return isinstance(value, Sequence) and all(
-        isinstance(one, Mapping) and "role" in one for one in value
+        isinstance(one, Mapping)
+        and "role" in one
+        and isinstance(one.get("content"), str | list | None)
+        for one in value
     )
 
 

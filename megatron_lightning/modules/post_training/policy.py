@@ -8,6 +8,7 @@ accumulated batches and ranks has the same gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from math import lcm
 from typing import Any, ClassVar
@@ -108,6 +109,7 @@ class PolicyModule(ReferencedModule):
         self._generation: TrainedGeneration | None = None
         self._sampler: RolloutSampler | None = None  # of the current fit
         self._resumed: Mapping[str, Any] = {}  # state of the generation in a checkpoint
+        self._logged: set[str] = set()  # names of the values of this fit's generations
         self.save_settings(reference_model=self.entry_of(self._second), **options.plain())
 
     def joined(self, models: Any) -> nn.Module:
@@ -170,7 +172,11 @@ class PolicyModule(ReferencedModule):
         number = self._data.number_of(numbers[0], self.current_epoch)
         if self._generation is None or self._generation.number != number:
             self._generation = self._begun(number)
-        for name, value in self._generation.statistics().items():
+        values = self._generation.statistics()
+        # Lightning repeats the last value of a name that a step does not log.
+        gone = {n: 0.0 if "_failures/" in n else math.nan for n in self._logged - values.keys()}
+        self._logged |= values.keys()
+        for name, value in (gone | values).items():
             self.log(name, value, sync_dist=True, prog_bar=name == "reward")
         generation = self._generation
         numbers = generation.texts_of(places)
@@ -235,7 +241,7 @@ class PolicyModule(ReferencedModule):
     def setup(self, stage: str) -> None:
         """Forget the rows of the fit before."""
         if stage == "fit":
-            self._generation, self._resumed = None, {}
+            self._generation, self._resumed, self._logged = None, {}, set()
         super().setup(stage)
 
     def teardown(self, stage: str) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -298,6 +299,26 @@ def test_rewards_that_fail_are_counted_and_the_fit_continues(tmp_path: Path) -> 
     for row, mood in zip(file.rows, moods, strict=True):
         assert row.rewards["mood"] == (1.0 if mood == 3 else None)
         assert row.rewards["overlong"] == pytest.approx(-max(len(row.ids) - 4, 0) / 2)
+
+
+class AwayAtFirst:
+    """A reward that no answer of the first generation gets."""
+
+    def __init__(self) -> None:
+        self._calls = count()
+
+    def __call__(self, prompt: Any, answer: Any, row: Any) -> float:
+        if next(self._calls) < 16:
+            raise OSError("the service is away")
+        return float(len(answer))
+
+
+def test_failures_are_those_of_the_generation(tmp_path: Path) -> None:
+    """Lightning repeats the last value of a name that a step does not log."""
+    _prompts(tmp_path)
+    rewards = {"even": evens, "away": f"{HERE}.AwayAtFirst"}
+    metrics = fit(str(tmp_path), of_data={"rewards": rewards}, steps=2).metrics
+    assert [one["reward_failures/raised_OSError"] for one in metrics] == [16.0, 0.0]
 
 
 def test_runs_that_begin_together_write_to_folders_of_their_own(

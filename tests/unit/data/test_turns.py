@@ -18,7 +18,9 @@ pytest.importorskip("transformers")
 from megatron_lightning.data.chat.chat_template import ChatTemplate
 from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
 from megatron_lightning.data.chat.conversations import Chat
+from megatron_lightning.data.rollouts.prompts import prompt_of
 from megatron_lightning.data.rollouts.turns import History, Turns
+from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.errors import DataError
 from tests.helpers.chats import CHATML, make_tokenizer, turn
 
@@ -146,6 +148,26 @@ def test_an_answer_without_its_end_gets_the_templates() -> None:
     assert chosen.decode(added).startswith("<|im_end|>\n<|im_start|>user")
     other = [chosen.vocabulary["<|im_start|>"]]
     assert chosen.decode(turns.extend(asked, said, [turn("user", "why")], other)).startswith("\n")
+
+
+def test_images_are_refused_and_parts_of_text_are_joined() -> None:
+    """In rows, and in messages of an environment."""
+    turns, chosen = _turns(CHATML, make_tokenizer(), ["<|im_end|>"])
+    parts = [{"type": "text", "text": one} for one in ("what ", "is")]
+    asked = {"role": "user", "content": "what is"}
+    assert turns.begin([{"role": "user", "content": parts}]) == turns.begin([asked])
+    shown = {"role": "user", "content": [*parts, {"type": "image", "url": "a.png"}]}
+    said = [turn("assistant", "blue"), shown]
+    with pytest.raises(DataError, match=r"rows.jsonl:1: message 2 has an image.*text alone"):
+        turns.extend([asked], said[0], said[1:], [])
+    template = ChatTemplate(CHATML, chosen.special_tokens)
+    for fields in (
+        {"messages": [shown]},
+        {"images": ["a.png"], "messages": [turn("user", "<image> what")]},
+        {"images": ["a.png"], "messages": [turn("user", "what")]},
+    ):
+        with pytest.raises(DataError, match="text alone"):
+            prompt_of(Row("rows.jsonl:1", fields), chosen, template)
 
 
 # ----------------------------------------------------------------------------- public templates
