@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +207,7 @@ class ImagePrompts:
             text = text.replace(TAG, self.processor.placeholder)
         self._check_places("a prompt", text, len(pictures))
         sizes = [(one.height, one.width) for one in pictures]
-        return self._made("a prompt", text, sizes, lambda: [one.convert("RGB") for one in pictures])
+        return self._made("a prompt", text, sizes, partial(_in_rgb, pictures))
 
     def _check_places(self, where: str, text: str, num_images: int) -> None:
         processor, placeholder = self.processor, self.processor.placeholder
@@ -272,7 +272,7 @@ class ImagePrompts:
             chat.where,
             text,
             [size for _, _, size in images],
-            lambda: [self.processor.medium.decoded(where, data) for where, data, _ in images],
+            partial(_decoded, self.processor.medium.decoded, images),
             sum(len(data) for _, data, _ in images),
         )
 
@@ -300,3 +300,12 @@ class ImagePrompts:
                 )
             images.append((where, data, size))
         return images
+
+
+# Ranks of another process get prompts, so that these are functions of the module.
+def _decoded(decode: Callable[[str, bytes], Any], images: Sequence[tuple[str, bytes, Size]]) -> Any:
+    return [decode(where, data) for where, data, _ in images]
+
+
+def _in_rgb(pictures: Sequence[Any]) -> Any:
+    return [one.convert("RGB") for one in pictures]

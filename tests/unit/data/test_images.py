@@ -84,7 +84,13 @@ def _with_pictures(message: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
-@pytest.mark.parametrize("family", USUAL)
+_OTHERS = ("qwen2_vl", "qwen3_vl", "glm4v", "paddleocr_vl", "llava_next", "llava_onevision",
+           "internvl", "aya_vision", "vipllava", "deepseek_vl")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family", [*USUAL, *(pytest.param(name, marks=pytest.mark.slow) for name in _OTHERS)]
+)
 def test_ids_labels_and_entries_equal_the_processors_own(family: str, tmp_path: Path) -> None:
     rows = image_chats(tmp_path)
     rows[0]["messages"].insert(0, {"role": "system", "content": "Be brief \U0001f600."})
@@ -130,6 +136,55 @@ def _chat(*content: Any, answer: Any = "a red one") -> dict[str, Any]:
 def _ids(data: FinetuneDataModule, number: int = 0) -> list[int]:
     ids: list[int] = data._documents(data.paths[0])[number].ids.tolist()
     return ids
+
+
+def _turn(role: str, content: str) -> str:
+    return f"<|im_start|>{role}\n{content}<|im_end|>"
+
+
+def test_ids_and_answers_are_those_written_by_hand(tmp_path: Path) -> None:
+    """Images first, between words and two in a row; a system's message, emoji, tools, turns."""
+    names = [draw_image(tmp_path / f"{n}.png", 20, 36, n) for n in range(2)]
+    one, two = map(part, names)
+    seen = "<image>" * 16
+    first = [
+        {"role": "system", "content": "Be brief \U0001f600."},
+        {"role": "user", "content": [one, words("what \U0001f408?")]},
+        {"role": "assistant", "content": "a \u00fc \U0001f408"},
+    ]
+    between = [
+        {"role": "user", "content": [words("look "), one, two, words(" and at "), one]},
+        {"role": "assistant", "content": "red"},
+    ]
+    again = [{"role": "user", "content": "sure?"}, {"role": "assistant", "content": "yes"}]
+    texts = (
+        (
+            first,
+            _turn("system", "Be brief \U0001f600.")
+            + _turn("user", f"{seen}what \U0001f408?")
+            + _turn("assistant", "a \u00fc \U0001f408"),
+            "a \u00fc \U0001f408<|im_end|>",
+        ),
+        (
+            between,
+            _turn("user", f"look {seen}{seen} and at {seen}") + _turn("assistant", "red"),
+            "red<|im_end|>",
+        ),
+    )
+    data = _data("llava", tmp_path, [{"messages": turns} for turns, _, _ in texts])
+    for document, (_, text, answer) in zip(data._documents(data.paths[0]), texts, strict=True):
+        assert data.tokenizer.decode(document.ids) == text
+        assert data.tokenizer.decode(document.ids[document.trained]) == answer
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    template = data.tokenizer.chat_template
+    data = _data(
+        "llava", tmp_path, [{"messages": between + again, "tools": [tool]}], batch_size=1,
+        split_turns=True,
+        chat_template="{% if tools %}{{ tools[0].function.name }}\n{% endif %}" + str(template),
+    )  # fmt: skip
+    texts_of_turns = [data.tokenizer.decode(one.ids) for one in data._documents(data.paths[0])]
+    begin = f"look\n{texts[1][1]}"
+    assert texts_of_turns == [begin, begin + _turn("user", "sure?") + _turn("assistant", "yes")]
 
 
 def test_one_image_is_named_in_many_ways(tmp_path: Path) -> None:
@@ -341,7 +396,14 @@ def test_an_image_with_lost_bytes_is_refused_by_its_row(tmp_path: Path) -> None:
         data.train_dataset()[(0,)]
 
 
-@pytest.mark.parametrize(("family", "step"), [("qwen2_5_vl", 9), ("idefics3", 27)])
+@pytest.mark.parametrize(
+    ("family", "step"),
+    [
+        ("qwen2_5_vl", 9),
+        ("idefics3", 27),
+        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("qwen2_5_vl", "idefics3")),
+    ],
+)
 def test_a_cut_never_leaves_a_part_of_an_image(family: str, step: int, tmp_path: Path) -> None:
     rows = image_chats(tmp_path, 2)
     full = _data(family, tmp_path, rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import pickle
 import struct
 import warnings
 import zlib
@@ -65,6 +66,11 @@ def _stock(family: str, content: list[Any], pictures: list[Any]) -> str:
 @pytest.mark.parametrize("family", USUAL)
 def test_answers_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     names = [draw_image(tmp_path / f"{n}.png", 20, 36 - 16 * n, n) for n in range(2)]
+    pickle.dumps(
+        find_image_prompts(_folder(family), find_codec(_folder(family))).of_question(
+            "what", [str(tmp_path / names[0])]
+        )
+    )
     pictures = [Image.open(tmp_path / name) for name in names]
     stock_parts = [{"type": "image", "image": one} for one in pictures]
     expected = _stock(family, [*stock_parts, words("what color")], pictures)
@@ -90,6 +96,8 @@ def test_answers_about_sounds_are_those_of_transformers(tmp_path: Path) -> None:
     maker = find_image_prompts(folder, find_codec(folder))
     question = maker.of_question("what is it", [name])
     assert question.entries is not None
+    sent = pickle.loads(pickle.dumps(question))  # to the ranks of a layout
+    assert sent.entries.keys() == question.entries.keys()
     stock = Qwen2AudioForConditionalGeneration.from_pretrained(folder).eval()
     given = {"input_ids": torch.tensor([question.ids]), **question.entries}
     ids = stock.generate(**given, max_new_tokens=NUM_NEW, do_sample=False)[0, len(question.ids) :]

@@ -229,6 +229,15 @@ def test_code_of_a_folder_is_no_code_of_its_family() -> None:
         check_parts_documents(config, "folder", code_of_folder(config, trusts=True))
 
 
+@pytest.mark.parametrize("family", ["mllama", "paligemma"])
+def test_families_whose_packed_rows_differ_are_refused(family: str) -> None:
+    config = image_models.MODELS["llava"]().config
+    check_parts_documents(config, "folder")
+    config.model_type = family
+    with pytest.raises(ConfigError, match=rf"folder \({family}\) is not known to part"):
+        check_parts_documents(config, "folder")
+
+
 def test_modules_that_every_rank_computes_keep_full_sequences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
