@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import hf_families, hf_images
-from benchmarks.hf_training import LAYOUTS, SENSITIVITY, measure, shards_sequence
+from benchmarks.hf_training import LAYOUTS, SENSITIVITY, WAYS, measure, shards_sequence
 from tests.helpers.image_folders import FAMILIES
 
 FOLDER_COLUMNS = ("load", "export")
@@ -54,7 +54,7 @@ def write_table(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
     """Write the page of all results."""
     import transformers
 
-    known = (*LAYOUTS, SEQUENCE, *FOLDER_COLUMNS)
+    known = (*LAYOUTS, WAYS, SEQUENCE, *FOLDER_COLUMNS)
     columns = [name for name in known if any(name in row for row in results.values())]
     layouts = [name for name in columns if name in LAYOUTS]
     trained = {name: row for name, row in results.items() if row.get("plain") == "trained"}
@@ -73,8 +73,10 @@ def write_table(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
         f"  {SENSITIVITY} times as much as one process whose weights were changed by a rounding.",
         "- an empty cell: not measured.",
         "- *tp2ep2*: ranks divide experts by expert parallelism, other layers by tensor",
-        "  parallelism. *sp*: whether you get sequence parallelism with tensor parallelism. *load*",
-        "  and *export*: [folders](#folders).",
+        "  parallelism; *cp2ep2* and *fsdpcp2* beside context parallelism. *ways*: how many",
+        "  modules share rows in which [way](context.md#models-without-a-plan-of-their-attention)",
+        "  in *cp2*, or *known*. *sp*: whether you get sequence parallelism with tensor",
+        "  parallelism. *load* and *export*: [folders](#folders).",
         "",
         f"| layout | {' | '.join(KINDS)} | of |",
         "|---" * (len(KINDS) + 2) + "|",

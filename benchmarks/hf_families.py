@@ -257,6 +257,8 @@ def rows(count: int, kind: str = "causal") -> list[dict[str, Tensor]]:
     highest = VOCABULARY - (kind == "images and text")  # the last token stands for an image
     text = torch.randint(3, highest, (count, LENGTH + 1), generator=generator)
     found = [{"inputs": row[:-1].clone(), "targets": row[1:]} for row in text]
+    if kind == "translating":  # a source of another length than the text that the decoder reads
+        found = [row | {"source": row["inputs"].flip(0)[:-3]} for row in found]
     if not kind.startswith("images"):
         return found
     pictures = torch.randn(count, 3, _IMAGE, _IMAGE, generator=generator)
@@ -272,12 +274,12 @@ def rows(count: int, kind: str = "causal") -> list[dict[str, Tensor]]:
 
 def loss_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the mean loss of predicting the next token, or the class of an image."""
-    images, config = batch.get("images"), model.config
+    images = batch.get("images")
     given: dict[str, Any] = {} if images is None else {"pixel_values": images}
-    if "inputs" in batch:
+    if "source" in batch:
+        given |= {"input_ids": batch["source"], "decoder_input_ids": batch["inputs"]}
+    elif "inputs" in batch:
         given["input_ids"] = batch["inputs"]
-    if getattr(config, "is_encoder_decoder", False):
-        given["decoder_input_ids"] = batch["inputs"].flip(1)
     if "inputs" in batch and not type(model).__name__.endswith("MaskedLM"):
         given["use_cache"] = False
     logits = model(**given).logits

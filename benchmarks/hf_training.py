@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -24,6 +25,7 @@ from benchmarks.hf_families import Family
 from benchmarks.ranks import run
 from benchmarks.small_runs import Losses, num_ranks, one_epoch
 from megatron_lightning.checkpoint import consolidate
+from megatron_lightning.checkpoint.listing import read_manifest
 from megatron_lightning.models.plans.hf_plans import transformers_plan
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -50,6 +52,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
             "micro_batch_size": 2,
         },
     ),
+    "cp2ep2": (
+        2,
+        {
+            "context_parallel_size": 2,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+    "fsdpcp2": (4, {"data_parallel": "fsdp", "context_parallel_size": 2}),
     "tp2ep2": (
         2,
         {
@@ -60,6 +71,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 """Name -> (ranks, arguments of the strategy)."""
+
+WAYS = "ways"
+"""Column: how modules that mix tokens share rows in cp2."""
 
 STEPS, BATCH = 4, 4
 LOSS_TOLERANCE = 1e-5
@@ -120,7 +134,8 @@ def train(
     warnings.filterwarnings("ignore")
     losses = Losses()
     is_fsdp = options is not None and options.get("data_parallel") == "fsdp"
-    replicas = num_ranks() if is_fsdp else 1
+    sharing = (options or {}).get("context_parallel_size", 1)
+    replicas = num_ranks() // sharing if is_fsdp else 1
     trainer = one_epoch(options, losses)
     module = CausalLM(family, config, rounding)
     trainer.fit(module, DataLoader(hf_families.rows(STEPS * BATCH, family.kind), BATCH // replicas))  # type: ignore[arg-type]
@@ -171,10 +186,19 @@ def train_layout(family: Family, config: Any, layout: str, folder: str, limit_s:
     """Return the results of a layout: losses are means over the data-parallel ranks."""
     size, options = LAYOUTS[layout]
     losses = run(size, train, family, config, options, f"{folder}/parts.ckpt", limit_s=limit_s)
-    own = losses if layout == "fsdp" else losses[:1]
+    own = losses if "fsdp" in layout else losses[:1]
     consolidate(Path(folder, "parts.ckpt"), Path(folder, "full.ckpt"))
     means = [sum(step) / len(step) for step in zip(*own, strict=True)]
     return Trained(means, load_weights(f"{folder}/full.ckpt"))
+
+
+def ways_of(path: Path) -> str:
+    """Return how many modules share rows in which way, by a checkpoint of context-parallel ranks;
+    attention of a known family is bound to the ranks without a search.
+    """
+    found: Mapping[str, str] = read_manifest(path).info.get("context_mixers") or {}
+    counts = Counter(found.values())
+    return ", ".join(f"{way} {count}" for way, count in sorted(counts.items())) or "known"
 
 
 # ------------------------------------------------------------------------------------------ compare
@@ -276,6 +300,8 @@ def measure(family: Family, layouts: Sequence[str], limit_s: float) -> dict[str,
             try:
                 trained = train_layout(family, expected.config, layout, folder, limit_s)
                 results[layout] = compare(trained, expected, rounded)
+                if layout == "cp2":
+                    results[WAYS] = ways_of(Path(folder, "parts.ckpt"))
             except Exception as error:
                 results[layout] = verdict(error)
         return results

@@ -100,6 +100,21 @@ def _llama4_scaled() -> nn.Module:
     return transformers.Llama4ForCausalLM(config)
 
 
+def _bart() -> nn.Module:
+    names = ("encoder_layers", "decoder_layers")
+    heads = ("encoder_attention_heads", "decoder_attention_heads")
+    sizes = {"vocab_size": 32, "d_model": 32, **dict.fromkeys(names, 2), **dict.fromkeys(heads, 4)}
+    config = transformers.BartConfig(**sizes, dropout=0.0, init_std=0.2)
+    return transformers.BartForConditionalGeneration(config)
+
+
+def _t5() -> nn.Module:
+    """Biases by distance, which the first block hands on."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4}
+    config = transformers.T5Config(vocab_size=32, num_layers=2, **sizes, dropout_rate=0.0)
+    return transformers.T5ForConditionalGeneration(config)
+
+
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "gpt_oss": (_gpt_oss, ["ring", "ring"]),
     "gemma": (_gemma, ["ring", "ring"]),
@@ -108,6 +123,8 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "mamba": (_mamba, ["exchange", "exchange"]),
     "llama4": (_llama4, ["rows", "ring"]),
     "llama4_scaled": (_llama4_scaled, ["rows", "gather"]),
+    "bart": (_bart, ["ring", "ring"]),
+    "t5": (_t5, ["gather", "gather"]),
 }
 
 
@@ -131,7 +148,12 @@ def _made(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _gradients(model: Any, tokens: Tensor, targets: Tensor, **given: Any) -> dict[str, Tensor]:
-    logits = model(input_ids=tokens, **given).logits
+    rows = {"input_ids": tokens}
+    if model.config.is_encoder_decoder:  # a padded source, as long as a decoder's full row
+        source = torch.arange(2 * LENGTH).view(2, LENGTH) % 29 + 3
+        mask = torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 5]])
+        rows = {"decoder_input_ids": tokens, "input_ids": source, "attention_mask": mask.long()}
+    logits = model(**rows, **given).logits
     loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
     model.zero_grad()
     loss.backward()

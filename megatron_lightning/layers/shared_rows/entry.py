@@ -39,15 +39,11 @@ from megatron_lightning.layers.shared_rows.probed_call import (
     without_cache,
 )
 from megatron_lightning.layers.shared_rows.ring import RingMixer, leave_masks_out
+from megatron_lightning.layers.shared_rows.row_names import RowNames
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.grid.context import AxisGroup
 
-_TOKENS, _EMBEDDINGS, _MASK, _POSITIONS = (
-    "input_ids", "inputs_embeds", "attention_mask", "position_ids",
-)  # fmt: skip
-_TYPES = "token_type_ids"
-_ROWS = (_TOKENS, _EMBEDDINGS, _MASK, _POSITIONS, _TYPES)
-"""Arguments with a row's tokens in dim 1."""
+_MASK = "attention_mask"
 _OF_LOGITS = ("labels", "shift_labels", "num_items_in_batch")
 """Arguments compared with a rank's logits."""
 _SEEDS = (7, 8)
@@ -134,16 +130,18 @@ class SharedRows:
 
     def _full(self, module: nn.Module, given: dict[str, Any], length: int) -> dict[str, Any]:
         """Return the arguments of full rows. A collective."""
-        name = type(module).__name__
-        known = (*_ROWS, *_OF_LOGITS)
+        name, names = type(module).__name__, RowNames.of(module)
+        known = (*names.rows, *names.source, *_OF_LOGITS)
         unknown = [k for k, v in given.items() if k not in known and any(tensors(v))]
         if unknown:
             raise ConfigError(
                 f"{name} was called with {unknown[0]}, and ranks that share its rows know "
-                f"{', '.join(_ROWS)} alone. Leave it out, or set context_parallel_size to 1."
+                f"{', '.join(names.rows + names.source)} alone. Leave it out, or set "
+                "context_parallel_size to 1."
             )
         part_length = length // self.ranks.group.size
-        for key in _ROWS:
+        _check_source(name, {key: given.get(key) for key in names.source}, part_length)
+        for key in names.rows:
             value = given.get(key)
             if value is None:
                 continue
@@ -156,14 +154,14 @@ class SharedRows:
                 )
             if columns == part_length:
                 given[key] = full_rows(value, self.ranks.group, 1)
-        mask, positions = given.pop(_MASK, None), given.pop(_POSITIONS, None)
+        mask, positions = given.pop(names.mask, None), given.pop(names.positions, None)
         if mask is not None and not bool(mask.all()):
             raise ConfigError(
-                "attention_mask hides positions, and ranks that share sequences take no mask. Pad "
+                f"{names.mask} hides positions, and ranks that share sequences take no mask. Pad "
                 "rows at their ends and leave the mask out: no token sees the padding behind it, "
                 "and labels of -100 keep it out of the loss."
             )
-        self._check_types(name, given.get(_TYPES))
+        self._check_types(name, names.types, given.get(names.types))
         usual = torch.arange(length, device=None if positions is None else positions.device)
         if positions is not None and not bool((positions == usual).all()):
             if not self._parts_documents:
@@ -174,14 +172,14 @@ class SharedRows:
                     "whether ContextOptions(mixers=...) with another way for attention keeps them "
                     "apart."
                 )
-            given[_POSITIONS] = positions
+            given[names.positions] = positions
         return given | without_cache(module)
 
-    def _check_types(self, name: str, types: Tensor | None) -> None:
+    def _check_types(self, name: str, key: str, types: Tensor | None) -> None:
         reads_none = self._keeps_masks and RingMixer.kind in self.kinds.values()
         if reads_none and types is not None and bool(types.any()):
             raise ConfigError(
-                f"{name} was given {_TYPES}, of which it may make a mask, and attention over the "
+                f"{name} was given {key}, of which it may make a mask, and attention over the "
                 "ranks reads none. Leave it out, or set context_parallel_size to 1."
             )
 
@@ -326,6 +324,22 @@ def described(kinds: Mapping[str, str]) -> str:
 def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     names = [*inspect.signature(inspect.unwrap(type(module).forward)).parameters][1:]
     return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _check_source(name: str, source: Mapping[str, Any], part_length: int) -> None:
+    """Check that an encoder gets full rows.
+
+    Raises:
+        ConfigError: If a row is as long as a rank's part.
+    """
+    for key, value in source.items():
+        columns = next((x.shape[1] for _, x in tensors(value) if x.ndim > 1), None)
+        if columns == part_length:
+            raise ConfigError(
+                f"{name} was called with {key} of {columns} columns, which is a rank's part of a "
+                "decoder's row, and ranks that share rows give an encoder its full rows. Leave the "
+                "entry of the batch out of sequence_dims, or pad it by a token if it is full."
+            )
 
 
 def _check_dropout(model: nn.Module, kinds: Mapping[str, str]) -> None:

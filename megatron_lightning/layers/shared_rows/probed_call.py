@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.layers.shared_rows.places import tensors
+from megatron_lightning.layers.shared_rows.row_names import RowNames
 from megatron_lightning.parallel.grid.context import AxisGroup
 
 _PROBED_ROWS, _PROBED_TOKENS = 2, 40
@@ -72,9 +73,22 @@ class ProbedCall:
         return rows.to(self.device)
 
     def _logits(self, rows: Tensor, **given: Tensor) -> Tensor | None:
-        keywords: dict[str, Any] = {"input_ids": rows, **given, **without_cache(self._model)}
+        names = RowNames.of(self._model)
+        keywords: dict[str, Any] = {names.tokens: rows, **given, **without_cache(self._model)}
+        if names.source:
+            keywords |= _source(rows)
         output = self._model(**keywords) if self._run is None else self._run(keywords)
         return None if output is None else next(x for _, x in tensors(tuple(_plain(output))))
+
+
+def _source(rows: Tensor) -> dict[str, Tensor]:
+    """Return an encoder's rows and their mask: of another length than the decoder's, so that no
+    size tells the one for the other, and padded, so that a mask is made.
+    """
+    tokens = rows.flip(1)[:, 3:]
+    mask = torch.ones_like(tokens)
+    mask[:, -2:] = 0
+    return {"input_ids": tokens, "attention_mask": mask}
 
 
 def _joined(parts: Sequence[Tensor | None], dim: int) -> Tensor | None:

@@ -21,6 +21,7 @@ from megatron_lightning.layers.shared_rows.own_modules import (
     RowsModule,
     TokenSharer,
 )
+from megatron_lightning.layers.shared_rows.row_names import reads_source
 from megatron_lightning.layers.styles.common import AdditionalStyle
 from megatron_lightning.layers.styles.context import cp_comm_type_of
 from megatron_lightning.parallel.grid.context import ParallelContext
@@ -41,12 +42,19 @@ class FoundMixers(AdditionalStyle):
     """Text in a description of the layout."""
 
     def check_context(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
-        """Check that a rank holds full rows in the blocks.
+        """Check that a rank holds full rows in the blocks, and an encoder beside its decoder.
 
         Raises:
-            ShardingError: If the layout has sequence parallelism.
+            ShardingError: If the layout has sequence parallelism, or stages divide an encoder and
+                a decoder.
         """
         name = type(module).__name__
+        if layout.num_stages > 1 and reads_source(module):
+            raise ShardingError(
+                f"ranks share the rows of the decoder of {name}, and its encoder runs on full rows "
+                f"beside it, which {layout.num_stages} pipeline stages would part. Set "
+                "pipeline_model_parallel_size or context_parallel_size to 1."
+            )
         if layout.sp and plan.shards_sequence:
             raise ShardingError(
                 f"what mixes the tokens of {name} is found in full rows, and sequence_parallel "

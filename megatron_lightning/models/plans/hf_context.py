@@ -15,6 +15,7 @@ from torch import nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.attention.transformers_attention import looks_attention_up
+from megatron_lightning.layers.shared_rows.row_names import reads_source
 from megatron_lightning.layers.styles import ContextAttention
 from megatron_lightning.layers.styles.divided_embeddings import DividedEmbeddings, documents_of
 from megatron_lightning.layers.styles.shared_rows import FoundMixers
@@ -117,12 +118,12 @@ def _with_found_mixers(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
     Raises:
         ConfigError: If the model takes other rows than those of text.
     """
-    config: Any = model.config
-    if config.is_encoder_decoder or config.get_text_config() is not config:
+    own: Any = model
+    if own.config.get_text_config() is not own.config or own.main_input_name != "input_ids":
         raise ConfigError(
-            f"{type(model).__name__} takes other rows beside those of text, or two sequences, and "
-            "context-parallel ranks share rows of one text. Set context_parallel_size to 1, or use "
-            "a model with cp2 in docs/hf_coverage.md."
+            f"{type(model).__name__} takes other rows beside those of text, and context-parallel "
+            "ranks share rows of text. Set context_parallel_size to 1, or use a model with cp2 in "
+            "docs/hf_coverage.md."
         )
     return plan | ShardingPlan(
         modules={"": FoundMixers(also=plan.style_of(""))},
@@ -217,7 +218,9 @@ def check_call(
     if takes_images(model):
         _check_full_rows(name, {**given, **added}, length)
         documents = documents_of(added.get("position_ids", given.get("position_ids")))
-    if given.get("labels") is not None and given.get("shift_labels") is None:
+    if given.get("labels") is not None and reads_source(model):
+        _check_decoder(name, given)
+    elif given.get("labels") is not None and given.get("shift_labels") is None:
         raise ConfigError(
             f"{name} was given labels, which it shifts within the part of the sequence that a rank "
             "holds, so that tokens at its edges have a wrong target or none. Shift them in the "
@@ -241,6 +244,21 @@ def check_call(
             f"{name} was asked for router logits, whose balancing loss would be that of a rank's "
             "part of each sequence. Set output_router_logits to False, or context_parallel_size "
             "to 1."
+        )
+
+
+def _check_decoder(name: str, given: Mapping[str, Any]) -> None:
+    """Check that a decoder's tokens are not made of a rank's part of the labels.
+
+    Raises:
+        ConfigError: If they are.
+    """
+    names = ("decoder_input_ids", "decoder_inputs_embeds")
+    if all(given.get(key) is None for key in names):
+        raise ConfigError(
+            f"{name} was given labels without decoder_input_ids, which it makes by shifting the "
+            "labels within the part of the row that a rank holds. Make them in the dataset "
+            "(prepare_decoder_input_ids_from_labels), and add both to sequence_dims."
         )
 
 

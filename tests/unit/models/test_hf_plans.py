@@ -15,8 +15,9 @@ pytest.importorskip("transformers", "5")
 import transformers
 
 from megatron_lightning.assembly.plans import find_plans, resolve_plans
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.attention.transformers_attention import put_core
+from megatron_lightning.layers.shared_rows.entry import _check_source
 from megatron_lightning.layers.styles import (
     ColumnParallel,
     GatherSequence,
@@ -31,10 +32,11 @@ from megatron_lightning.layers.styles import (
     TensorParallelExperts,
     VocabParallel,
 )
+from megatron_lightning.layers.styles.shared_rows import FoundMixers
 from megatron_lightning.models import llama_hf_plan
 from megatron_lightning.models.plans import hf_sequence
 from megatron_lightning.models.plans.foreign_code import foreign_code
-from megatron_lightning.models.plans.hf_context import finds_mixers, with_context
+from megatron_lightning.models.plans.hf_context import check_call, finds_mixers, with_context
 from megatron_lightning.models.plans.hf_documents import (
     check_parts_documents,
     code_of_folder,
@@ -218,6 +220,28 @@ def test_other_models_with_images_are_refused_on_ranks_that_share_rows() -> None
     model.config.model_type = "gemma3"
     with pytest.raises(ConfigError, match=r"\(gemma3\) has a tower beside its text model"):
         with_context(model, plan)
+
+
+def test_an_encoder_beside_a_decoder_has_full_rows() -> None:
+    """Decoders share rows; stages, sources that are cut and labels that are shifted are refused."""
+    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1}
+    config = transformers.T5Config(**sizes, num_heads=2)
+    model: Any = transformers.T5ForConditionalGeneration(config)
+    plan = with_context(model, ShardingPlan(modules={}, sequence_dim=1))
+    shared = plan.style_of("")
+    assert isinstance(shared, FoundMixers)
+    stages = ParallelLayout(context_parallel_size=2, pipeline_model_parallel_size=2)
+    with pytest.raises(ShardingError, match=r"encoder runs on full rows .* 2 pipeline stages"):
+        shared.check_context(model, stages, plan)
+    with pytest.raises(ConfigError, match=r"input_ids of 6 columns, .* out of sequence_dims"):
+        _check_source("T5", {"input_ids": torch.zeros(2, 6)}, 6)
+    labels = torch.zeros(2, 6)
+    check_call(model, {"labels": labels, "decoder_input_ids": labels}, {}, 12)
+    with pytest.raises(ConfigError, match="labels without decoder_input_ids"):
+        check_call(model, {"labels": labels}, {}, 12)
+    model.main_input_name = "input_features"
+    with pytest.raises(ConfigError, match="takes other rows beside those of text"):
+        with_context(model, ShardingPlan(modules={}, sequence_dim=1))
 
 
 def test_code_of_a_folder_is_no_code_of_its_family() -> None:
