@@ -72,8 +72,8 @@ class ContextOptions:
     exchange, rows, gather) sets them, and other modules are as in "auto"."""
     chunks_per_rank: Literal["auto"] | int = "auto"
     """Chunks of a packed row that each rank holds, dealt by the work of attention for each
-    micro-batch. "auto": up to 8, of 64 tokens or more. 2: the two chunks of rows with one document,
-    for every row."""
+    micro-batch. "auto": up to 8, or 32 for rows of many documents, of 64 tokens or more. 2: the two
+    chunks of rows with one document, for every row."""
 
     def __post_init__(self) -> None:
         self._check_chunks()

@@ -40,6 +40,11 @@ class Deal:
             room[lightest] -= 1
         return cls(tuple(owners))
 
+    def busiest(self, work: Sequence[int]) -> float:
+        """Return the work of the busiest rank, of the mean, by the work of the chunks."""
+        ranks = [sum(work[chunk] for chunk in self.chunks(r)) for r in sorted(set(self.owners))]
+        return max(ranks) * len(ranks) / sum(ranks)
+
     @property
     def chunks_per_rank(self) -> int:
         """Chunks that each rank holds."""
@@ -50,15 +55,42 @@ class Deal:
         return tuple(chunk for chunk, owner in enumerate(self.owners) if owner == rank)
 
 
-_MOST_CHUNKS = 8
+_NUMBERS = (8, 16, 32)
 _LEAST_TOKENS = 64
 """Of a chunk that is one of many: shorter ones cost more calls of kernels than they balance."""
+_BALANCED = 1.05
+"""Work of the busiest rank, of the mean, which more chunks would cost more than they balance."""
 
 
-def fitting_chunks(length: int, num_ranks: int) -> int:
-    """Return the chunks of a packed row of ``length`` tokens that each rank holds: up to 8."""
-    room = min(_MOST_CHUNKS, length // (_LEAST_TOKENS * num_ranks))
+def chunk_numbers(length: int, num_ranks: int) -> list[int]:
+    """Return the numbers of chunks that a rank may hold of a packed row of ``length`` tokens: one
+    up to 8, and up to 16 and 32 for rows of many documents.
+    """
+    return [*dict.fromkeys(_fitting(length, num_ranks, most) for most in _NUMBERS)]
+
+
+def _fitting(length: int, num_ranks: int, most: int) -> int:
+    room = min(most, length // (_LEAST_TOKENS * num_ranks))
     return next((n for n in range(room, 2, -1) if length % (n * num_ranks) == 0), 2)
+
+
+def balanced_deal(rows: Sequence[Sequence[int]], num_ranks: int, numbers: Sequence[int]) -> Deal:
+    """Return the deal with the first of ``numbers`` chunks a rank that balances the work of
+    attention, or the most balanced one.
+
+    Args:
+        rows: Boundaries of the documents of every row, see :func:`chunk_work`.
+        num_ranks: Ranks.
+        numbers: Chunks a rank, the fewest first.
+    """
+    deals: list[tuple[float, Deal]] = []
+    for number in numbers:
+        work = chunk_work(rows, num_ranks * number)
+        deal = Deal.by_work(work, num_ranks)
+        deals.append((deal.busiest(work), deal))
+        if deals[-1][0] <= _BALANCED:
+            break
+    return min(deals, key=lambda one: one[0])[1]
 
 
 def chunk_work(rows: Sequence[Sequence[int]], num_chunks: int) -> list[int]:

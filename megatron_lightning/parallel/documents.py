@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel.deal import Deal, chunk_work
+from megatron_lightning.parallel.deal import Deal, balanced_deal
 from megatron_lightning.parallel.sequence import SequencePart
 
 
@@ -80,11 +80,15 @@ class Documents:
         many = len(self.boundaries) > 1
         return self if many else Documents(self.boundaries * num_rows, self.deal)
 
-    def dealt(self, num_ranks: int, num_chunks: int) -> Deal:
-        """Return a deal of ``num_chunks`` chunks a rank by the work of full causal attention, which
-        decides: windows and states cost less.
+    def dealt(self, num_ranks: int, numbers: Sequence[int]) -> Deal:
+        """Return a deal by the work of full causal attention, which decides: windows and states
+        cost less.
+
+        Args:
+            num_ranks: Ranks.
+            numbers: Chunks a rank. The first number that balances the ranks is taken.
         """
-        return Deal.by_work(chunk_work(self.boundaries, num_ranks * num_chunks), num_ranks)
+        return balanced_deal(self.boundaries, num_ranks, numbers)
 
     def spans(self) -> Iterator[tuple[int, range]]:
         """Yield the row and the positions of every document."""

@@ -206,7 +206,7 @@ def check_layers(
         options.recompute,
         options.layout,
         options.sharding_plan,
-        options.sequence.cp_comm_type,
+        options.sequence,
     )
     if trainer is not None:
         check_recipe_of(trainer.precision_plugin, module, options.layout)

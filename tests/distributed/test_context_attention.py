@@ -87,7 +87,7 @@ def _sequence(kind: str, num_ranks: int, backend: str) -> SequenceInfo:
     known = KINDS[kind]
     if kind not in CHUNKS or known.documents is None or backend == "a2a+p2p":
         return known
-    deal = known.documents.dealt(num_ranks, CHUNKS[kind])
+    deal = known.documents.dealt(num_ranks, [CHUNKS[kind]])
     return replace(known, documents=Documents(known.documents.boundaries, deal))
 
 

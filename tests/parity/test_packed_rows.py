@@ -169,7 +169,7 @@ def test_ranks_hold_the_chunks_of_each_micro_batch() -> None:
     for rank, found in run_ranks(2, _watched, 2):
         for row, tokens in zip(_rows(), found[-BATCH:], strict=False):
             documents = Documents.of_ids(row["document_ids"][None])
-            deal = None if documents.are_full_rows else documents.dealt(2, 4)
+            deal = None if documents.are_full_rows else documents.dealt(2, [4])
             assert tokens == SequencePart(rank, 2, deal).split(row["tokens"], 0).tolist()
 
 

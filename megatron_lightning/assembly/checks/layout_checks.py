@@ -4,14 +4,15 @@ the same module before assembly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import nn
 
+from megatron_lightning.assembly.checks.dealt_rows import check_chunks, why_two_chunks
 from megatron_lightning.assembly.plans import PlanChoice, resolve_plans
 from megatron_lightning.assembly.sharded_modules import find_sharded
 from megatron_lightning.config import (
-    CPCommType,
+    ContextOptions,
     PipelineOptions,
     RecomputeOptions,
 )
@@ -94,16 +95,20 @@ def check_layers(
     recompute: RecomputeOptions,
     layout: ParallelLayout,
     plan: PlanChoice,
-    cp_comm_type: CPCommType | Sequence[CPCommType] = "p2p",
+    sequence: ContextOptions | None = None,
 ) -> None:
     """Check the recomputed layers and the sharding plan of a full module.
 
     Raises:
         ConfigError: For names without a match, layers that cannot be recomputed together, a module
-            without a plan, and a plan contradicting the layout.
+            without a plan, a plan contradicting the layout, and chunks of packed rows that a
+            model does not take.
     """
     check_patterns(module, recompute)
-    resolve_plans(module, layout, plan, cp_comm_type)
+    sequence = sequence or ContextOptions()
+    plans = resolve_plans(module, layout, plan, sequence.cp_comm_type)
+    if layout.cp > 1:
+        check_chunks(why_two_chunks(module, plans.applied), sequence.chunks_per_rank)
 
 
 def check_trained_layers(

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from megatron_lightning.assembly.checks.dealt_rows import check_chunks, why_two_chunks
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.shared_rows.own_modules import TokenSharer
-from megatron_lightning.models.plans.foreign_code import foreign_code
-from megatron_lightning.parallel.deal import Deal, fitting_chunks
+from megatron_lightning.parallel.deal import Deal, chunk_numbers
 from megatron_lightning.parallel.documents import Documents
-from megatron_lightning.parallel.shards.sharding import ShardingPlan
 from megatron_lightning.step.run_context import RunContext
 
 _IDS, _POSITIONS = "document_ids", "position_ids"
@@ -26,7 +24,7 @@ class Dealing:
     num_ranks: int
     """Ranks that share sequences."""
     chunks: int | None
-    """Chunks of a packed row on each rank. None: up to 8, as the length has room."""
+    """Chunks of a packed row on each rank. None: as its documents need, and the length has room."""
     by_positions: bool = False
     """Whether positions that do not go on by 1 begin documents."""
     why_two: str | None = None
@@ -48,21 +46,14 @@ class Dealing:
             return cls(num_ranks, 2, why_two='cp_comm_type "a2a+p2p" needs adjacent chunks')
         if scope.options.compile is not None:
             return cls(num_ranks, 2, why_two="compiled blocks would be compiled anew for others")
-        # A module without positions may take rows apart and join them, too.
-        plans = {p: plan for p, plan in scope.part.plans.applied.items() if _places_tokens(plan)}
-        reasons = (_why_two(scope.module.get_submodule(path), plan) for path, plan in plans.items())
+        plans = scope.part.plans.applied
         # A pipeline stage has some of the modules, and all stages deal alike.
-        of_stages = context.pp.all_gather_object(next(filter(None, reasons), None))
-        why = next(filter(None, of_stages), None)
-        if why is None:
-            by_positions = any(plan.packed_positions for plan in plans.values())
-            return cls(num_ranks, None if asked == "auto" else asked, by_positions)
-        if asked == "auto":
+        of_stages = context.pp.all_gather_object(why_two_chunks(scope.module, plans))
+        if why := next(filter(None, of_stages), None):
+            check_chunks(why, asked)
             return cls(num_ranks, 2, why_two=why)
-        raise ConfigError(
-            f"chunks_per_rank is {asked}, and packed rows cannot be dealt in more than two chunks "
-            f'a rank: {why}. Set chunks_per_rank to "auto" or 2.'
-        )
+        by_positions = any(plan.packed_positions for plan in plans.values())
+        return cls(num_ranks, None if asked == "auto" else asked, by_positions)
 
     def described(self, batch: Any, length: int) -> str | None:
         """Return how packed rows of ``length`` tokens are divided. None: the batch has none, or the
@@ -71,9 +62,10 @@ class Dealing:
         is_packed = isinstance(batch, Mapping) and (_IDS in batch or _POSITIONS in batch)
         if not is_packed or (self.chunks == 2 and self.why_two is None):
             return None
-        chunks = self.chunks or fitting_chunks(length, self.num_ranks)
+        numbers = [self.chunks] if self.chunks else chunk_numbers(length, self.num_ranks)
+        chunks = " to ".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
         begin = f"each rank holds {chunks} chunks of a packed row of {length} tokens"
-        if chunks > 2:
+        if numbers[-1] > 2:
             return f"{begin}, dealt by the work of attention"
         why = self.why_two or f"{length} tokens do not divide into more, of 64 tokens at least"
         return f"{begin}, not dealt by the work of attention: {why}"
@@ -85,17 +77,18 @@ class Dealing:
         Raises:
             ConfigError: If the length does not divide into the chunks that the user asks for.
         """
-        chunks = self.chunks or fitting_chunks(length, self.num_ranks)
-        documents = None if chunks == 2 else self._documents(microbatch, length)
+        numbers = [self.chunks] if self.chunks else chunk_numbers(length, self.num_ranks)
+        documents = None if numbers == [2] else self._documents(microbatch, length)
         if documents is None or documents.are_full_rows:
             return None
-        if length % (chunks * self.num_ranks):
+        multiple = numbers[0] * self.num_ranks
+        if length % multiple:
             raise ConfigError(
-                f"chunks_per_rank is {chunks}, and packed rows of {length} tokens do not divide "
-                f"into {chunks} chunks for each of {self.num_ranks} ranks. Pad or cut rows to a "
-                f'multiple of {chunks * self.num_ranks}, or set chunks_per_rank to "auto".'
+                f"chunks_per_rank is {numbers[0]}, and packed rows of {length} tokens do not "
+                f"divide into {numbers[0]} chunks for each of {self.num_ranks} ranks. Pad or cut "
+                f'rows to a multiple of {multiple}, or set chunks_per_rank to "auto".'
             )
-        return documents.dealt(self.num_ranks, chunks)
+        return documents.dealt(self.num_ranks, numbers)
 
     def _documents(self, microbatch: Any, length: int) -> Documents | None:
         """Return the documents that a batch with names declares. None: it declares none."""
@@ -104,19 +97,3 @@ class Dealing:
         if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != length:
             return None
         return Documents.of_positions(rows) if self.by_positions else Documents.of_ids(rows)
-
-
-def _places_tokens(plan: ShardingPlan) -> bool:
-    """Return whether what a plan describes depends on which tokens a rank holds."""
-    shares = any(getattr(row, "shares_sequences", False) for row in plan.modules.values())
-    return shares or plan.positions is not None
-
-
-def _why_two(model: nn.Module, plan: ShardingPlan) -> str | None:
-    """Return why a model takes two chunks. None: it takes any number."""
-    name = type(model).__name__
-    if not plan.takes_deals or any(isinstance(one, TokenSharer) for one in model.modules()):
-        return f"modules of {name} that mix tokens take two"
-    if code := foreign_code(model):
-        return f"{name} has code of others ({code}), which may mix tokens of two"
-    return None

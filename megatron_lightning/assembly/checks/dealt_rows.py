@@ -1,0 +1,52 @@
+"""Models whose packed rows can be dealt to context-parallel ranks in more than two chunks each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from torch import nn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.styles import DividedRows, GatheredTokens
+from megatron_lightning.models.plans.foreign_code import foreign_code
+from megatron_lightning.parallel.shards.sharding import ShardingPlan
+
+
+def why_two_chunks(module: nn.Module, plans: Mapping[str, ShardingPlan]) -> str | None:
+    """Return why packed rows keep two chunks a rank. None: the models of ``plans`` (by path) take
+    any number.
+    """
+    # A module without positions may take rows apart and join them, too.
+    placing = {path: plan for path, plan in plans.items() if _places_tokens(plan)}
+    reasons = (_why_two(module.get_submodule(path), plan) for path, plan in placing.items())
+    return next(filter(None, reasons), None)
+
+
+def check_chunks(why_two: str | None, chunks: Literal["auto"] | int) -> None:
+    """Check that models take the chunks a rank that the user asks for.
+
+    Raises:
+        ConfigError: If they take two, because of ``why_two``.
+    """
+    if why_two and chunks not in ("auto", 2):
+        raise ConfigError(
+            f"chunks_per_rank is {chunks}, and packed rows cannot be dealt in more than two chunks "
+            f'a rank: {why_two}. Set chunks_per_rank to "auto" or 2.'
+        )
+
+
+def _places_tokens(plan: ShardingPlan) -> bool:
+    """Return whether what a plan describes depends on which tokens a rank holds."""
+    shares = any(getattr(row, "shares_sequences", False) for row in plan.modules.values())
+    return shares or plan.positions is not None
+
+
+def _why_two(model: nn.Module, plan: ShardingPlan) -> str | None:
+    name = type(model).__name__
+    joins = any(isinstance(row, GatheredTokens | DividedRows) for row in plan.modules.values())
+    if not plan.takes_deals or joins:
+        return f"modules of {name} that mix tokens take two"
+    if code := foreign_code(model):
+        return f"{name} has code of others ({code}), which may mix tokens of two"
+    return None
