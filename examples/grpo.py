@@ -1,74 +1,140 @@
-"""Group relative policy optimization on two pipeline stages: ``python examples/grpo.py``.
+"""Sums by reinforcement learning (GRPO): ``python examples/grpo.py``.
 
-A tiny model writes eight answers to each prompt with the engine of the same job. The reward of an
-answer is the share of tokens that repeat the token before. The advantage is the reward less the
-mean of the prompt's answers, over their deviation (DeepSeekMath, arXiv:2402.03300, section 4.1).
-Every answer is written to ``rollouts/version_N``, from which ``RolloutDataModule(replay=...)``
-trains again.
+A tiny model is taught the form of an answer, ``07+35=42.``, by sums whose result is often off by
+one. Then it writes eight answers to each of 32 sums in every step, with the engine of the same job,
+and a verifier rewards those that are right: a third at first, 0.6 of them after 100 steps. The
+advantage is the reward less the mean of the prompt's answers, over their deviation (DeepSeekMath,
+arXiv:2402.03300, section 4.1). Every answer is written to ``rollouts/version_N``, from which
+``RolloutDataModule(replay=...)`` trains again. It takes a few minutes on two cores.
 """
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from megatron_lightning.config import PipelineOptions, TransformerConfig
-from megatron_lightning.modules import GPTLightningModule, PolicyModule, RolloutDataModule
+from megatron_lightning.config import PipelineOptions
+from megatron_lightning.modules import (
+    FinetuneDataModule,
+    GPTLightningModule,
+    PolicyModule,
+    RolloutDataModule,
+)
 from megatron_lightning.strategies import MegatronStrategy
 
-VOCABULARY, PROMPT, NEW, ANSWERS, PROMPTS = 16, 4, 9, 8, 8
-CONFIG = TransformerConfig(
-    num_layers=2,
-    hidden_size=64,
-    num_attention_heads=4,
-    vocab_size=VOCABULARY,
-    max_sequence_length=PROMPT + NEW,
+CHARACTERS = "0123456789+*c=.>"
+TEMPLATE = (  # a conversation is one line: 07+35=42.
+    "{% for message in messages %}{{ message.content }}"
+    "{{ {'user': '=', 'assistant': '.', 'tool': '>'}[message.role] }}{% endfor %}"
 )
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+}
+Messages = list[dict[str, str]]
 
 
-def repeats(prompt: list[int], answer: list[int], row: Mapping[str, Any]) -> float:
-    """Return the share of tokens that repeat the token before."""
-    before = [prompt[-1], *answer[:-1]]
-    return sum(a == b for a, b in zip(before, answer, strict=True)) / NEW
+def make_model(folder: str) -> str:
+    """Write a small Llama with a tokenizer of characters and a chat template."""
+    vocabulary = {character: number for number, character in enumerate(CHARACTERS)}
+    tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="0"))
+    tokens.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokens.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=".")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(CHARACTERS),
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def teach(folder: str, conversations: Iterable[Messages]) -> str:
+    """Fine-tune a new model on conversations; return the folder of its weights."""
+    pl.seed_everything(0)
+    model, chats, taught = make_model(f"{folder}/model"), Path(folder, "chats.jsonl"), "taught"
+    chats.write_text("".join(json.dumps({"messages": one}) + "\n" for one in conversations))
+    data = FinetuneDataModule(str(chats), sequence_length=128, batch_size=8, packing="offline")
+    trainer = pl.Trainer(strategy=MegatronStrategy(), devices=1, max_epochs=1, **QUIET)
+    module = GPTLightningModule(init_from_hf=model, learning_rate=3e-3, warmup_steps=20)
+    trainer.fit(module, datamodule=data)
+    trainer.strategy.save_hf_pretrained(f"{folder}/{taught}")
+    return f"{folder}/{taught}"
+
+
+def sloppy_sums(count: int) -> Iterator[Messages]:
+    """Return sums, of which two thirds are off by one."""
+    draws = random.Random(0)
+    for _ in range(count):
+        a, b = draws.randrange(100), draws.randrange(100)
+        result = max(a + b + draws.choice([-1, 0, 1]), 0)
+        yield [
+            {"role": "user", "content": f"{a:02}+{b:02}"},
+            {"role": "assistant", "content": f"{result}"},
+        ]
+
+
+def is_right(prompt: str, answer: str, row: Mapping[str, Any]) -> float:
+    """Return 1 for the sum, and 0 for any other answer."""
+    return float(answer == str(row["sum"]))
 
 
 def write_prompts(folder: str, count: int) -> str:
-    """Write prompts of random ids, and return the path."""
-    draws = random.Random(0)
-    rows = ([draws.randrange(VOCABULARY) for _ in range(PROMPT)] for _ in range(count))
-    path = Path(folder) / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt_ids": row}) + "\n" for row in rows))
+    """Write sums and their results, and return the path."""
+    draws, path = random.Random(1), Path(folder) / "prompts.jsonl"
+    with path.open("w") as file:
+        for _ in range(count):
+            a, b = draws.randrange(100), draws.randrange(100)
+            file.write(json.dumps({"prompt": f"{a:02}+{b:02}=", "sum": a + b}) + "\n")
     return str(path)
 
 
 def train(
-    strategy: MegatronStrategy, devices: int, folder: str, steps: int = 40, **options: Any
+    model: str,
+    folder: str,
+    strategy: MegatronStrategy,
+    devices: int = 1,
+    *,
+    steps: int = 400,
+    prompts: int = 32,
+    **options: Any,
 ) -> pl.Trainer:
+    """Train the model in a folder by the rewards of its answers."""
     pl.seed_everything(0)
     policy = PolicyModule(
-        GPTLightningModule(CONFIG, learning_rate=1e-2),
-        loss_type="grpo",
-        max_completion_length=NEW,
+        GPTLightningModule(init_from_hf=model, learning_rate=7e-4, warmup_steps=10),
+        max_completion_length=4,
     )
     data = RolloutDataModule(
-        prompts=write_prompts(folder, steps * PROMPTS),
-        rewards=[repeats],
-        num_generations=ANSWERS,
-        batch_size=PROMPTS * ANSWERS,
+        prompts=write_prompts(folder, steps * prompts),
+        rewards=[is_right],
+        num_generations=8,
+        batch_size=8 * prompts,
         pad_to=1,
     )
     trainer = pl.Trainer(
         strategy=strategy,
-        accelerator="cpu",
         devices=devices,
         max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
         default_root_dir=folder,
+        gradient_clip_val=1.0,
+        **QUIET,
         **options,
     )
     trainer.fit(policy, datamodule=data)
@@ -76,12 +142,7 @@ def train(
 
 
 if __name__ == "__main__":
-    strategy = MegatronStrategy(
-        pipeline_model_parallel_size=2,
-        micro_batch_size=16,
-        pipeline_options=PipelineOptions(explicit_steps=True),
-    )
+    strategy = MegatronStrategy(pipeline_options=PipelineOptions(explicit_steps=True))
     with TemporaryDirectory() as folder:
-        trainer = train(strategy, devices=2, folder=folder)
-    if trainer.is_global_zero:
-        print(f"reward {trainer.callback_metrics['reward']:.4f}")
+        trainer = train(teach(folder, sloppy_sums(96_000)), folder, strategy)
+    print(f"reward {trainer.callback_metrics['reward']:.4f}")
