@@ -122,6 +122,8 @@ def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> Light
 
     from megatron_lightning.cli_trainer import MegatronCLI, TrainerParser
 
+    arguments = list(sys.argv[1:] if args is None else args)
+    command = next((name for name in arguments[:1] if name in TRAINER_COMMANDS), None)
     return MegatronCLI(
         LightningModule,
         LightningDataModule,
@@ -133,6 +135,7 @@ def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> Light
         parser_kwargs={"exit_on_error": False, "prog": "megatron-lightning"},
         args=None if args is None else list(args),
         run=run,
+        command=command,
     )
 
 
