@@ -77,7 +77,8 @@ class MegatronCLI(LightningCLI):
         self, klass: type, subcommand: str, **settings: Any
     ) -> LightningArgumentParser:
         """Make the parser of a command. Each takes a tenth of a second, so the others have no
-        options."""
+        options.
+        """
         if self._command not in (None, subcommand):
             return self.init_parser(**settings)
         return super()._prepare_subcommand_parser(klass, subcommand, **settings)
