@@ -45,9 +45,8 @@ _NOTES: Sequence[tuple[Collection[str], str]] = (
      "but for their last digit, a token can go to another expert."),
     (("trl-lora", "lora-tp2"), "`lora-tp2` is compared with TRL's `SFTTrainer`, from factors that "
      "`peft` has drawn, and has ten times the learning rate. Read it with care: its model has "
-     "random weights, so that little is learned. The rate is at its peak of 1e-2 after 30 steps, "
-     "and ten steps later one process parts from itself by 1e-3, where its factors were changed "
-     "by a rounding of 1e-7."),
+     "random weights, so that little is learned, and one process parts from itself as much where "
+     "its factors are changed by a rounding ([log](LOG.md))."),
     (("trl-full", "full-zero1"), "`full-zero1` is compared with TRL's `SFTTrainer`."),
 )  # fmt: skip
 """Curves that must be kept -> how to read them."""
@@ -142,8 +141,13 @@ def _origins(headers: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield date, machine and versions of the first curve, and where others differ."""
     first = next(iter(headers.values()))
     yield f"{first['date'][:10]}, {machine.headline(first)}."
-    if commits := sorted({each["commit"] for each in headers.values()} - {first["commit"]}):
-        yield f"Commits of other curves: {', '.join(commits)}."
+    at_commit: dict[str, list[str]] = {}
+    for name, header in headers.items():
+        if header["commit"] != first["commit"]:
+            at_commit.setdefault(header["commit"], []).append(name)
+    if at_commit:
+        commits = [f"{commit} ({', '.join(names)})" for commit, names in at_commit.items()]
+        yield f"Commits of other curves: {'; '.join(commits)}."
     names_of: dict[str, list[str]] = {}
     for name, header in headers.items():
         if different := _different(_facts(header), _facts(first)):
