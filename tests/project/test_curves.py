@@ -112,7 +112,10 @@ def test_the_page_speaks_of_kept_curves_alone_and_compares_their_versions() -> N
     assert "`rounded` is one" not in (few := words("one", "zero1", "trl-full"))
     assert "SFTTrainer`" not in few and "Versions of single" not in few
     records["zero1"]["header"]["versions"] |= {"torch": "9.9", "peft": "0.1"}
-    assert "Versions of single curves: torch 9.9, peft 0.1 (zero1)." in words("one", "zero1")
+    records["zero1"]["header"]["commit"] = "another"
+    of_both = words("one", "zero1")
+    assert "Versions of single curves: torch 9.9, peft 0.1 (zero1)." in of_both
+    assert "Commits of other curves: another (zero1)." in of_both
     del records["rounded"]["header"]["versions"]["numpy"]
     assert "numpy missing (rounded)" in words("one", "rounded")
 
