@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from megatron_lightning.assembly.checks.attention_rows import bound_attention
 from megatron_lightning.config import ContextMixers
 from megatron_lightning.errors import ConfigError, ShardingError
+from megatron_lightning.layers.context import ring as context_ring
 from megatron_lightning.layers.context.ring import RingAttention
-from megatron_lightning.layers.shared_rows import conditions, entry, ring
+from megatron_lightning.layers.shared_rows import conditions, entry, exchange, mixers, ring
 from megatron_lightning.layers.shared_rows.conditions import dropout_of
 from megatron_lightning.layers.shared_rows.mixers import SharingRanks
 from megatron_lightning.layers.state_space.segments import Segments
@@ -285,6 +286,33 @@ def _no_tokens_before(self: Segments, x: Tensor, number: int) -> Tensor:
     return torch.zeros_like(x[:number])
 
 
+_WAIT = context_ring._Passing.wait
+_JOIN = mixers.join
+
+
+def _own_shard(self: Any) -> Tensor:
+    _WAIT(self)
+    own: Tensor = self._sent
+    return own
+
+
+def _own_heads(parts: Any, group: AxisGroup) -> list[Tensor]:
+    return [x.repeat(group.size, 1, 1)[..., : x.shape[2] // group.size] for x in parts]
+
+
+def _own_keys(self: mixers.KeysOfRanks, *keys_and_values: Tensor, **_: Any) -> list[Tensor]:
+    return [x.repeat(1, 1, self._group.size, 1) for x in keys_and_values[:2]]
+
+
+def _own_rows(part: Tensor, group: AxisGroup, dim: int) -> Tensor:
+    return torch.cat([part] * group.size, dim)
+
+
+def _swapped(parts: list[Tensor], dim: int) -> Tensor:
+    """Two chunks of a rank change places with those of another."""
+    return _JOIN(parts[::-1], dim)
+
+
 FAULTS: Mapping[str, tuple[Callable[[], nn.Module], Any, str, Any, list[str]]] = {
     "window ignored": (_gpt_oss, ring, "SequenceInfo", _without_windows, ["rows", "ring"]),
     "window of one more": (_gemma, ring, "SequenceInfo", _wider, ["rows", "ring"]),
@@ -295,6 +323,13 @@ FAULTS: Mapping[str, tuple[Callable[[], nn.Module], Any, str, Any, list[str]]] =
     "roundings in 16 bits hide a scale": (
         lambda: _gemma().bfloat16(), ring.RingFunctions, "attend", _other_scale, ["rows", "rows"],
     ),
+    "no keys pass by": (
+        _gemma, context_ring._Passing, "wait", _own_shard, ["rows", "rows"],
+    ),
+    "no exchange": (_qwen3_5, exchange, "parts_to_heads", _own_heads, ["gather", "ring"]),
+    "keys of one rank": (_llama4, mixers.KeysOfRanks, "update", _own_keys, ["gather", "ring"]),
+    "nothing gathered": (_llama4, mixers, "full_rows", _own_rows, ["refused"]),
+    "two chunks swapped": (_llama4, mixers, "join", _swapped, ["refused"]),
 }  # fmt: skip
 """Model, what is replaced, and the kinds that are found."""
 
@@ -304,7 +339,11 @@ def _kinds_of_faults() -> dict[str, list[str]]:
     for name, (make, owner, attribute, fault, _) in FAULTS.items():
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(owner, attribute, fault)
-            found[name] = list(_shared(_made(make)).kinds.values())
+            try:
+                found[name] = list(_shared(_made(make)).kinds.values())
+            except ConfigError as refusal:
+                assert "ranks that share sequences cannot share it" in str(refusal)
+                found[name] = ["refused"]
     return found
 
 
