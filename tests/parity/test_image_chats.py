@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -208,6 +209,49 @@ def test_a_resumed_fit_reads_the_images_of_the_rest(tmp_path: Path) -> None:
     weights = resumed.lightning_module.state_dict()
     for name, weight in whole.lightning_module.state_dict().items():
         assert torch.equal(weight, weights[name]), name
+
+
+def _third_step(model: str, rows: str, folder: str, batch: int, workers: int) -> list[str]:
+    """Resume behind two steps, and return digests of the rows of the third."""
+    seen: list[str] = []
+
+    class Rows(pl.Callback):
+        def on_train_batch_start(
+            self, trainer: pl.Trainer, module: Any, batch: Any, _: int
+        ) -> None:
+            for tokens, images in zip(batch["tokens"], batch["images"], strict=True):
+                values = [tokens[: int(tokens.count_nonzero())], *images.values()]
+                kept = [value.numpy().tobytes() for value in values if value.any()]
+                seen.append(sha256(b"".join(kept)).hexdigest())
+
+    data = FinetuneDataModule(
+        rows, sequence_length=192, batch_size=batch, num_workers=workers, images=ImageOptions(),
+        cache_dir=f"{folder}/cache", pad_to=192,
+    )  # fmt: skip
+    run = trainer(MegatronStrategy(), max_steps=3, callbacks=[Rows()], default_root_dir=folder)
+    run.fit(HuggingFaceModule(model), data, ckpt_path=f"{folder}/half")
+    return seen
+
+
+def _first_steps(model: str, rows: str, folder: str) -> None:
+    data = FinetuneDataModule(
+        rows, sequence_length=192, batch_size=4, images=ImageOptions(),
+        cache_dir=f"{folder}/cache", pad_to=192,
+    )  # fmt: skip
+    run = trainer(MegatronStrategy(), max_steps=2, default_root_dir=folder)
+    run.fit(HuggingFaceModule(model), data)
+    run.save_checkpoint(Path(folder, "half"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_other_ranks_and_workers_read_the_rest_bit_by_bit(tmp_path: Path) -> None:
+    given = (*_folders("llava"), str(tmp_path))
+    run_ranks(1, partial(_first_steps, *given))
+    (expected,) = run_ranks(1, partial(_third_step, *given, 4, 0))
+    assert len(expected) == 4
+    ranks = run_ranks(2, partial(_third_step, *given, 2, 1))
+    assert sorted(digest for rank in ranks for digest in rank) == sorted(expected)
 
 
 @pytest.mark.slow
