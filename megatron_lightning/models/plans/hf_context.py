@@ -42,7 +42,7 @@ IMAGE_FAMILIES: Mapping[str, frozenset[str]] = MappingProxyType(
         **dict.fromkeys(
             (
                 "aria", "aya_vision", "deepseek_vl", "idefics3", "internvl", "llava", "llava_next",
-                "llava_onevision", "mistral3", "ovis2", "vipllava",
+                "llava_onevision", "mistral3", "ovis2", "smolvlm", "vipllava",
             ),
             FAMILIES,
         ),
