@@ -22,6 +22,7 @@ from megatron_lightning.layers.styles.shared_rows import FoundMixers
 from megatron_lightning.models.plans.foreign_code import foreign_code
 from megatron_lightning.models.plans.hf_rows import as_patterns
 from megatron_lightning.models.plans.hf_towers import towers_of
+from megatron_lightning.models.router_loss import LOGITS
 from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
 
 FAMILIES = frozenset({
@@ -227,9 +228,7 @@ def check_call(
             'dataset, add them to sequence_dims, and pass "shift_labels" beside "labels", or '
             "compute the loss from the logits."
         )
-    config: Any = model.config
-    caches = given.get("use_cache")
-    caches = getattr(config, "use_cache", False) if caches is None else caches
+    caches = _is_on(model, given, "use_cache")
     parted = documents is not None and not documents.are_full_rows
     if parted and (caches or given.get("attention_mask") is not None):
         finding = "use_cache is on" if caches else "there is an attention_mask"
@@ -238,13 +237,23 @@ def check_call(
             "transformers lets the documents of a row see each other. Set use_cache to False in "
             "the model's configuration and leave the mask out, where they should not."
         )
-    router = given.get("output_router_logits")
-    if getattr(config, "output_router_logits", False) if router is None else router:
+    if _is_on(model, given, LOGITS):
         raise ConfigError(
             f"{name} was asked for router logits, whose balancing loss would be that of a rank's "
             "part of each sequence. Set output_router_logits to False, or context_parallel_size "
             "to 1."
         )
+
+
+def _is_on(model: nn.Module, given: Mapping[str, Any], name: str) -> bool:
+    """Return an option of a call: its own, or else that of the configuration. With images the text
+    model reads its own configuration.
+    """
+    if given.get(name) is not None:
+        return bool(given[name])
+    config: Any = model.config
+    configs = (config, config.get_text_config()) if takes_images(model) else (config,)
+    return any(getattr(one, name, False) for one in configs)
 
 
 def _check_decoder(name: str, given: Mapping[str, Any]) -> None:

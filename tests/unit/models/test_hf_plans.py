@@ -244,6 +244,22 @@ def test_an_encoder_beside_a_decoder_has_full_rows() -> None:
         with_context(model, ShardingPlan(modules={}, sequence_dim=1))
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("use_cache", "use_cache is on"), ("output_router_logits", "asked for router logits")],
+)
+def test_options_of_a_text_model_beside_a_tower_are_checked(option: str, message: str) -> None:
+    """Models with images read their ``text_config`` alone."""
+    model = image_models.MODELS["llava"]()
+    given = {"input_ids": torch.zeros(1, 4), "position_ids": torch.tensor([[0, 1, 0, 1]])}
+    model.config.text_config.use_cache = False
+    check_call(model, given, {}, 4)
+    setattr(model.config.text_config, option, True)
+    with pytest.raises(ConfigError, match=message):
+        check_call(model, given, {}, 4)
+    check_call(model, {**given, option: False}, {}, 4)
+
+
 def test_code_of_a_folder_is_no_code_of_its_family() -> None:
     """Its configuration says so, before the model is built."""
     config = _llama().config
