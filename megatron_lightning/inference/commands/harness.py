@@ -65,7 +65,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         engine: The engine. All ranks of a replica make the same calls.
         codec: The tokenizer.
         replicas: Ranks sharing the work.
-        images: Makes prompts with images. None: the model reads text alone.
+        images: Makes prompts with images. None, or of sounds: tasks are of text alone.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         images: ImagePrompts | None = None,
     ) -> None:
         super().__init__()
-        self.MULTIMODAL = images is not None  # the harness's name
-        self._images = images
+        self._images = images if images and images.processor.kind == "image" else None
+        self.MULTIMODAL = self._images is not None  # the harness's name
         self.engine = engine
         self.codec = codec
         self.tokenizer = getattr(codec, "tokenizer", None)
@@ -142,7 +142,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """Return each continuation's log-likelihood, and whether the continuation is greedy.
 
         Raises:
-            ConfigError: If a request has images.
+            ConfigError: If a request has images or sounds.
         """
         if any(_pictures(request) for request in requests):
             raise ConfigError(
@@ -383,8 +383,17 @@ def json_of(results: Mapping[str, Any]) -> str:
 
 
 def _pictures(request: Any) -> Sequence[Any]:
-    """Return the pictures of a request of the harness."""
+    """Return the pictures of a request of the harness.
+
+    Raises:
+        ConfigError: If the request has sounds.
+    """
     further: Mapping[str, Any] = request.args[2] if len(request.args) > 2 else {}
+    if further.get("audio") is not None:
+        raise ConfigError(
+            "the task asks about sounds (doc_to_audio), and tasks ask about text and images here. "
+            "Leave the task out, or ask about sounds by generate --messages."
+        )
     return list(further.get("visual") or ())
 
 

@@ -420,3 +420,10 @@ def test_tasks_with_images_are_answered(tmp_path: Path, monkeypatch: pytest.Monk
     assert [one["resps"] for one in results["samples"]["colors"]] == [[[expected]]]
     with pytest.raises(ConfigError, match="output_type generate_until"):
         model.loglikelihood([SimpleNamespace(args=("<image>", "a", {"visual": [picture]}))])
+    sound: dict[str, Any] = {"audio": [{"array": torch.zeros(8), "sampling_rate": 16_000}]}
+    for score, second in ((model.generate_until, {}), (model.loglikelihood, "a")):
+        with pytest.raises(ConfigError, match=r"asks about sounds \(doc_to_audio\)"):
+            score([SimpleNamespace(args=("what is it", second, sound))])
+    heard = make_sound_folder(tmp_path)
+    sounds = find_image_prompts(heard, find_codec(heard))
+    assert not HarnessModel(engine, codec, sharing_of(engine), sounds).MULTIMODAL
