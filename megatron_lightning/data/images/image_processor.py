@@ -234,7 +234,7 @@ class ImageProcessor:
         """Check that the processor takes all of a sound.
 
         Raises:
-            DataError: If the sound has another rate, or is cut.
+            DataError: If the sound has another rate, is cut, or is too short for a token.
         """
         extractor = getattr(self._processor, "feature_extractor", None)
         rate = getattr(extractor, "sampling_rate", None)
@@ -245,6 +245,11 @@ class ImageProcessor:
                 f"{where}: a sound has {size[1]:,} samples a second, and {self.name} takes "
                 f"{rate:,}; resample it"
             )
+        if self._makes_no_token(size):
+            raise DataError(
+                f"{where}: a sound has {size[0]} samples ({size[0] / rate:.3f} s), of which "
+                f"{self.name} makes no token; take a longer one, or leave the sound out"
+            )
         longest = getattr(extractor, "n_samples", None)
         if not longest or size[0] <= longest:
             return
@@ -254,6 +259,17 @@ class ImageProcessor:
                 f"{where}: a sound has {size[0] / rate:.1f} s, and {self.name} reads the first "
                 f"{longest / rate:.1f} s alone; cut it into parts"
             )
+
+    def _makes_no_token(self, size: Size) -> bool:
+        """Return whether a sound grows to marks of its begin and end alone, or to nothing."""
+        probe = self.medium.probes[0]
+        if not 0 < size[0] < probe[0]:
+            return size[0] == 0
+        of_size, of_probe = (
+            set(self.tokens(self.growth([one])[0])).intersection(self.word_ids)
+            for one in (size, probe)
+        )
+        return of_size < of_probe
 
     def tokens(self, text: str) -> list[int]:
         """Return the ids of a text."""

@@ -18,6 +18,10 @@ from megatron_lightning.errors import DataError
 from megatron_lightning.optional import require
 
 
+_LOUDEST = 1000
+"""Largest sample. Floating-point samples that nobody normalized are a little above 1."""
+
+
 @dataclass(frozen=True)
 class Medium:
     """A kind of media. Sizes are height and width of images, and samples and rate of sounds."""
@@ -72,14 +76,27 @@ def sound(where: str, data: bytes) -> npt.NDArray[np.float32]:
     """Return the samples of a sound in [-1, 1], the mean over its channels [n].
 
     Raises:
-        DataError: If the bytes are no sound, or the file is cut.
+        DataError: If the bytes are no sound, the file is cut, or a sample is no such number.
         MissingPackageError: If the file needs the package soundfile.
     """
-    if (wav := wav_of(where, data)) is not None:
-        return wav.samples(data)
+    wav = wav_of(where, data)
+    samples = _decoded(where, data) if wav is None else wav.samples(data)
+    if not (np.abs(samples) <= _LOUDEST).all():  # NaN too
+        raise DataError(
+            f"{where}: a sound has samples that are not finite, or above {_LOUDEST}, and samples "
+            "of floating-point numbers are in [-1, 1]; write the file again"
+        )
+    return samples
+
+
+def _decoded(where: str, data: bytes) -> npt.NDArray[np.float32]:
+    """Return the samples of a sound by the package soundfile, the mean over its channels [n]."""
     with _opened(where, data) as file:
-        samples: npt.NDArray[np.float32] = file.read(dtype="float32", always_2d=True)
-        return np.ascontiguousarray(samples.mean(1))
+        try:
+            samples: npt.NDArray[np.float32] = file.read(dtype="float32", always_2d=True)
+        except Exception as error:  # the header alone is whole
+            raise _not_decoded(where, error) from error
+    return np.ascontiguousarray(samples.mean(1))
 
 
 def _opened(where: str, data: bytes) -> Any:
@@ -90,7 +107,11 @@ def _opened(where: str, data: bytes) -> Any:
     try:
         return soundfile.SoundFile(io.BytesIO(data))
     except Exception as error:
-        raise DataError(f"{where}: a sound cannot be decoded ({error})") from error
+        raise _not_decoded(where, error) from error
+
+
+def _not_decoded(where: str, error: Exception) -> DataError:
+    return DataError(f"{where}: a sound cannot be decoded ({error}); write the file again")
 
 
 _VALUES: Mapping[str, Any] = {"resample": 0, "do_rescale": False, "do_normalize": False}

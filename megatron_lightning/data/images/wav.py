@@ -35,14 +35,15 @@ class Wav(NamedTuple):
     """Number of samples of each channel."""
 
     def samples(self, data: bytes) -> npt.NDArray[np.float32]:
-        """Return the samples in [-1, 1], the mean over the channels [n]."""
+        """Return the samples, in [-1, 1] if they are integers, the mean over the channels [n]."""
         count = self.length * self.channels
         content = data[self.start : self.start + count * self.width]
         if self.width == 3:
             parts = np.frombuffer(content, np.uint8).reshape(-1, 3)
             content = np.pad(parts, ((0, 0), (1, 0))).tobytes()
         kind = _TYPES[self.coding, self.width]
-        values = np.frombuffer(content, kind).astype(np.float32).reshape(-1, self.channels)
+        with np.errstate(over="ignore"):  # such samples are infinite, and the caller refuses them
+            values = np.frombuffer(content, kind).astype(np.float32).reshape(-1, self.channels)
         if self.width == 1:
             values -= 128
         mean: npt.NDArray[np.float32] = values.mean(1)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import struct
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -133,6 +136,26 @@ def test_floats_extensible_headers_and_pipes_are_read() -> None:
         assert np.array_equal(sound("a", data), integers.astype(np.float32) / 32768)
 
 
+def test_samples_that_are_no_numbers_are_refused() -> None:
+    """Integers are below 1 at any width."""
+    for width, value in ((4, np.nan), (4, -np.inf), (4, 1e37), (8, 1e300), (8, -32768.0)):
+        values = np.array([0.5, value], f"<f{width}")
+        with pytest.raises(DataError, match="row 7: a sound has samples that are not finite, or"):
+            sound("row 7", _wav(values.tobytes(), 3, width))
+    assert sound("a", _wav(np.array([1.5], "<f4").tobytes(), 3, 4)).tolist() == [1.5]
+
+
+def test_a_damaged_file_of_another_format_names_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Damaged:
+        def read(self, **_: Any) -> None:
+            raise RuntimeError("psf_fseek() failed")
+
+    damaged = SimpleNamespace(SoundFile=lambda _: nullcontext(Damaged()))
+    monkeypatch.setitem(sys.modules, "soundfile", damaged)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"row 7: a sound cannot be decoded \(psf_fseek"):
+        sound("row 7", b"fLaC")
+
+
 @pytest.mark.parametrize("width", [2, 3])
 def test_a_cut_file_is_refused_before_the_run(width: int) -> None:
     data = _wav(bytes(300 * width), 1, width)
@@ -170,6 +193,9 @@ def test_what_cannot_be_heard_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         patch.setitem(MEDIA, "audio", made)  # type: ignore[arg-type]
         refused("has 20.0 s, and Qwen2AudioProcessor reads the first 1.0 s", [part(longer)])
     assert max(sizes) == 2 * RATE
+    for samples in (0, 1, 320):
+        tick = write_sound(tmp_path / "tick.wav", samples / RATE)
+        refused(f"has {samples} samples .* of which Qwen2AudioProcessor makes no", [part(tick)])
     short = write_sound(tmp_path / "short.wav", 0.5)
     refused("set audio of FinetuneDataModule", [part(short)], audio=None)
     refused("need image_processor", [part(short)], audio=None, images=ImageOptions())
