@@ -17,7 +17,6 @@ from megatron_lightning.data.images.wav import wav_of
 from megatron_lightning.errors import DataError
 from megatron_lightning.optional import require
 
-
 _LOUDEST = 1000
 """Largest sample. Floating-point samples that nobody normalized are a little above 1."""
 
