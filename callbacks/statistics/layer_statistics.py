@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from megatron_lightning.assembly.compile import is_compiled
 from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.bridge.pruning.statistics import Statistics, is_in_digest
-from megatron_lightning.callbacks.statistics.sums import Division, LayerSums
+from megatron_lightning.callbacks.statistics.sums import Division, LayerSums, moments_over
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.step_report import is_recording
 from megatron_lightning.parallel.shards.digest import (
@@ -39,7 +39,8 @@ class LayerStatistics(pl.Callback):
         path: The file of safetensors to write.
         second_moments: Whether to sum the products of each two inputs of linear layers, for
             ``convert export --scales gptq``. They take 8 bytes times the square of a layer's inputs
-            in the memory of a rank, for all of its layers.
+            in the memory of a rank, for all of its layers, and rank 0 gathers those of all ranks,
+            in 4 bytes.
 
     Raises:
         ConfigError: If there is no ``GPTModel``, blocks are compiled, or experts are divided.
@@ -85,13 +86,17 @@ class LayerStatistics(pl.Callback):
             return
         sums, self._sums = self._sums, None
         sums.close()
-        parts = [(sums.entries, self._digest(trainer, pl_module))]
-        if trainer.world_size > 1:
-            parts = context_of(trainer, "LayerStatistics").axis("world").all_gather_object(parts[0])
+        context = context_of(trainer, "LayerStatistics")
+        world = context.axis("world")
+        large = {key: x for key, x in sums.entries.items() if key.endswith("/moments")}
+        small = {key: x for key, x in sums.entries.items() if key not in large}
+        parts = world.all_gather_object((small, self._digest(trainer, pl_module)))
+        entries, digests = zip(*parts, strict=True)
+        found = Statistics.summed(entries, self.path, as_text(sum(digests), "gpt"))
+        moments = moments_over(world, large, context.device)
+        kept = {key: x.float() for key, x in moments if trainer.is_global_zero}
         if trainer.is_global_zero:
-            entries, digests = zip(*parts, strict=True)
-            model = as_text(sum(digests), "gpt")
-            Statistics.summed(entries, self.path, model).save(self.path)
+            Statistics({**found.entries, **kept}, self.path, found.model).save(self.path)
 
     def _digest(self, trainer: pl.Trainer, module: pl.LightningModule) -> int:
         """Return the contribution of this rank's weights to the digest of the model."""

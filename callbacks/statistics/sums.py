@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -69,10 +69,32 @@ class LayerSums:
         if not self._is_recording():
             return
         key = f"{path.removeprefix(self._prefix)}/{quantity}"
-        value, old = value.detach().double().cpu(), self.entries.get(key)
+        value, old = value.detach().cpu().double(), self.entries.get(key)  # a GPU lacks the memory
         if old is not None:
             value = torch.maximum(old, value) if quantity == "amax" else old + value
         self.entries[key] = value
+
+
+def moments_over(
+    group: AxisGroup, moments: Mapping[str, Tensor], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Add up the second moments of all ranks, one after the other: all of a model are too large to
+    be sent at once. All ranks consume this.
+
+    Args:
+        group: The ranks.
+        moments: Entry -> moments [inputs, inputs] of this rank's layers.
+        device: Device of collectives.
+
+    Yields:
+        Entry and sum, in the same order on all ranks.
+    """
+    parts = group.all_gather_object({key: len(x) for key, x in moments.items()})
+    sizes = {key: size for part in parts for key, size in part.items()}
+    for key, size in sorted(sizes.items()):
+        own = moments.get(key)
+        own = torch.zeros(size, size, dtype=torch.float64) if own is None else own
+        yield key, all_reduce(own.to(device), group).cpu()
 
 
 class _Block(ExitStack):
@@ -147,7 +169,9 @@ class _Block(ExitStack):
             for box, part in zip(spec.boxes, parts, strict=True):
                 rows[:, box.slices[1]] = part
             rows, share = all_reduce(rows, self._division.tp), 1 / self._division.tp.size
-        self._sums.add(path, "moments", (rows.t() @ rows) * share)
+        with torch.autocast(rows.device.type, enabled=False):  # fp16 overflows
+            products = rows.t() @ rows
+        self._sums.add(path, "moments", products.mul_(share))
 
     def _clear_padding(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         """Give experts zeros for padding, which marks the rows on the ranks of the experts."""

@@ -12,13 +12,15 @@ An entry is ``path of a module/quantity``, with the path as in :class:`GPTModel`
   tokens, before the router weighs the output. ``tokens`` [E]: their numbers.
 * ``decoder.layers.N/cosines`` []: sum over tokens of the cosine between a block's input and output.
 
-The file's metadata has a digest of the weights of the first block, by which readers find the
-statistics of another model.
+The file's metadata has a digest of the weights of the first block, and of the other blocks'
+attention and norms, by which readers find the statistics of another model: one with fewer blocks,
+or with later blocks trained further, has the same first block.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -34,7 +36,7 @@ from megatron_lightning.parallel.shards.digest import as_text, digest_of_tensors
 _MARK: Mapping[str, str] = {"format": "megatron_lightning.layer_statistics"}
 _MODEL = "model"
 _MOMENTS = "/moments"
-_FIRST_BLOCK = "decoder.layers.0."
+_IN_DIGEST = re.compile(r"decoder\.layers\.(0\.|\d+\.(?!mlp\.)).*\.weight")
 _TAKE = (
     "Take statistics of this model: megatron-lightning validate --model=GPTLightningModule "
     "--model.init_from_hf=FOLDER with the callback LayerStatistics."
@@ -43,7 +45,7 @@ _TAKE = (
 
 def is_in_digest(name: str) -> bool:
     """Return whether a parameter of a ``GPTModel`` is in the digest of a model."""
-    return name.startswith(_FIRST_BLOCK) and name.endswith(".weight")
+    return _IN_DIGEST.fullmatch(name) is not None
 
 
 class Statistics:
@@ -147,12 +149,12 @@ class Statistics:
         """
         if self.model is None:
             return
-        block = ((name, x.read()) for name, x in tensors.items() if is_in_digest(name))
-        found = as_text(digest_of_tensors(block), "gpt")
+        counted = ((name, x.read()) for name, x in tensors.items() if is_in_digest(name))
+        found = as_text(digest_of_tensors(counted), "gpt")
         if found != self.model:
             raise CheckpointError(
-                f"{self._path} has statistics of a model whose first block has the digest "
-                f"{self.model}, and that of {folder} has {found}: the weights are others. {_TAKE}"
+                f"{self._path} has statistics of a model whose blocks have the digest "
+                f"{self.model}, and those of {folder} have {found}: the weights are others. {_TAKE}"
             )
 
     def of(self, module: str, quantity: str, size: int | None = None) -> Tensor:

@@ -128,9 +128,12 @@ def test_statistics_of_another_model_are_refused(tmp_path: Path) -> None:
     run.validate(GPTLightningModule(init_from_hf=str(folders[0])), rows, verbose=False)
     options: dict[str, Any] = {"quantize": "int8", "kv_cache": "fp8", "statistics": path}
     commands.export(str(folders[0]), str(tmp_path / "served"), **options)
-    with pytest.raises(CheckpointError, match=r"first block has the digest gpt:.*are others"):
+    with pytest.raises(CheckpointError, match=r"blocks have the digest gpt:.*are others"):
         commands.export(str(folders[1]), str(tmp_path / "x"), **options)
-    with pytest.raises(CheckpointError, match=r"second.* has gpt:.*are others"):
+    commands.prune(str(folders[0]), str(tmp_path / "fewer"), drop_layers=[1])
+    with pytest.raises(CheckpointError, match=r"those of .*fewer have gpt:.*are others"):
+        commands.export(str(tmp_path / "fewer"), str(tmp_path / "x"), **options)
+    with pytest.raises(CheckpointError, match=r"second\S* have gpt:.*are others"):
         commands.prune(
             str(folders[1]), str(tmp_path / "x"), statistics=path, ffn_hidden_size=16
         )  # fmt: skip

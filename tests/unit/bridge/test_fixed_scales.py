@@ -158,6 +158,20 @@ def test_codes_by_second_moments_lose_less(
         commands.export(str(folder), str(tmp_path / "x"), quantize="nvfp4", scales="gptq")
 
 
+def test_second_moments_are_exact_under_autocast() -> None:
+    block = nn.Sequential(nn.Linear(16, 16))
+    x = torch.randn(32, 4, 16, generator=torch.Generator().manual_seed(0)) + 100.0
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):  # 100^2 x 128 overflows fp16
+        sums = LayerSums({"decoder.layers.0": block}, "", Division(ALONE, False, {}))
+        sums.takes_moments = True
+        with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            block(x)
+        sums.close()
+        found[dtype] = sums.entries["decoder.layers.0.0/moments"]
+    assert all(torch.equal(x, found[torch.float32]) for x in found.values())
+
+
 KV = (".k_scale", ".v_scale")
 
 
