@@ -15,6 +15,8 @@ from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.bridge.pruning.statistics import Statistics, is_in_digest
 from megatron_lightning.callbacks.statistics.sums import Division, LayerSums, moments_over
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.adapters.adapter_layers import adapted_layers
+from megatron_lightning.layers.linear.gemm import is_quantized
 from megatron_lightning.layers.step_report import is_recording
 from megatron_lightning.parallel.shards.digest import (
     as_text,
@@ -43,7 +45,8 @@ class LayerStatistics(pl.Callback):
             in 4 bytes.
 
     Raises:
-        ConfigError: If there is no ``GPTModel``, blocks are compiled, or experts are divided.
+        ConfigError: If there is no ``GPTModel``, blocks are compiled, layers have adapters or
+            weights as quantized data, or experts are divided.
     """
 
     def __init__(self, path: str | os.PathLike[str], second_moments: bool = False) -> None:
@@ -72,6 +75,15 @@ class LayerStatistics(pl.Callback):
             raise ConfigError(
                 "LayerStatistics reads the inputs of layers inside of blocks, and the blocks are "
                 "compiled to graphs without those. Leave compile out of the strategy here."
+            )
+        changed = bool(adapted_layers(pl_module)) or any(
+            is_quantized(x.dtype) for block in blocks.values() for x in block.parameters()
+        )
+        if trainer.strategy.reduce_boolean_decision(changed, all=False):
+            raise ConfigError(
+                "LayerStatistics names the weights of a folder, and the layers have adapters or "
+                "weights as quantized data (fp8_param_gather), which no folder has. Export the "
+                "checkpoint (adapters merge, or convert export), and validate the folder."
             )
         context, run = context_of(trainer, "LayerStatistics"), run_of(trainer)
         self._prefix = next((m.group(1) for m, _ in matches.values() if m is not None), "")

@@ -20,6 +20,7 @@ from megatron_lightning.bridge.low_bit.trained import TrainedWeights
 from megatron_lightning.bridge.pruning.statistics import Statistics
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.file_names import CONFIG
+from megatron_lightning.precision.served.checks import check_fused
 from megatron_lightning.precision.served.inputs import InputName
 from megatron_lightning.precision.served.qat import described
 from megatron_lightning.precision.served.trained_codes import FORMATS
@@ -104,7 +105,12 @@ def recipes_of_training(
     Raises:
         ConfigError: If servers have no such scales, or the user asks for another format.
     """
-    recipes = {}
+    if not trained:
+        raise ConfigError(
+            "scales is trained, and the checkpoint has no quantized layers of this model. Set "
+            "model to the path of the model in the LightningModule, such as gpt for self.gpt."
+        )
+    recipes: dict[str, Recipe] = {}
     for path, owner in layers.parameters().items():
         layer = trained.get(owner.removesuffix(".weight"))
         if layer is None:
@@ -132,6 +138,11 @@ def recipes_of_training(
             "scales is trained, and the training quantized none of the layers that servers hold in "
             "few bits. Set scales to max."
         )
+
+    def form_of(path: str) -> ServedFormat | None:
+        return recipes[path].form if path in recipes else None
+
+    check_fused(layers.quantized, form_of, "the training", "Set scales to max.")
     return recipes
 
 
@@ -214,6 +225,12 @@ def _fixed_scales(
     inputs = [f"activations {recipe.form.name}" for recipe in fixes[:1]]
     if not _needs_statistics(inputs, asked):
         return NONE
+    if any(recipe.trained_by is not None for recipe in recipes.values()):
+        raise ConfigError(
+            "scales is trained, and statistics are of a folder, which does not say how it was "
+            "trained. Leave activations and kv_cache out; or export the checkpoint with --quantize "
+            "none, and then the folder with --scales max."
+        )
     if not (like.path / CONFIG).is_file():
         raise ConfigError(
             f"statistics are of a folder, and {like.path} is none. Export the checkpoint with "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -46,7 +46,12 @@ from megatron_lightning.parallel.shards.spec import Box
 from megatron_lightning.precision.served.gptq import gptq_codes
 from megatron_lightning.precision.served.selection import place_in_block, served_in
 from megatron_lightning.precision.served.trained_codes import rows_of_block, trained_codes
-from megatron_lightning.precision.served.values import Encoded, encode, fused_paths
+from megatron_lightning.precision.served.values import (
+    Encoded,
+    ServedFormat,
+    encode,
+    fused_paths,
+)
 
 _WEIGHT = ".weight"
 _OF_EXPERT = re.compile(r"\.experts\.(\d+)\.[^.]+$")
@@ -189,7 +194,7 @@ class QuantizedFolder(FolderTensors):
         self._paths = frozenset(layers.quantized)
         self._scheme = recipes[layers.quantized[0]].scheme
         self._check_sizes()
-        self._amax: dict[tuple[str, ...], Tensor | None] = {}
+        self._amax: dict[tuple[str, ...], Tensor] = {}
         self._check_blocks()
         self._latest: tuple[str, dict[str, Tensor]] = ("", {})
         self._made: dict[str, Lazy] = {}
@@ -298,26 +303,38 @@ class QuantizedFolder(FolderTensors):
         return encode(weight, recipe.form, amax, fit=recipe.fit)
 
     def _shared_amax(self, path: str) -> Tensor | None:
-        """Return the amax of all matrices that servers fuse with a layer's."""
+        """Return the amax of all matrices that servers fuse with a layer's, or of those that the
+        training had in one matrix with it.
+        """
         form = self._recipes[path].form
         if not form.is_of_matrix:
             return None
         fused = tuple(other for other in fused_paths(path) if other in self._paths)
-        if fused not in self._amax:
-            each = [form.shared_amax(self._weight(other)) for other in fused]
-            stacked = torch.stack([x for x in each if x is not None])
-            if self._recipes[path].trained is not None:
-                self._check_trained(fused, stacked)
-            self._amax[fused] = stacked.amax(0)
-        return self._amax[fused]
+        if self._recipes[path].trained is None:
+            return self._amax_of(fused, form)
+        together = self._trained_together
+        self._check_trained(fused, [self._amax_of(together[other], form) for other in fused])
+        return self._amax_of(together[path], form)
 
-    def _check_trained(self, fused: Sequence[str], amax: Tensor) -> None:
+    def _amax_of(self, paths: tuple[str, ...], form: ServedFormat) -> Tensor:
+        if paths not in self._amax:
+            each = [form.shared_amax(self._weight(path)) for path in paths]
+            self._amax[paths] = torch.stack([x for x in each if x is not None]).amax(0)
+        return self._amax[paths]
+
+    @cached_property
+    def _trained_together(self) -> dict[str, tuple[str, ...]]:
+        """Path of a layer -> all layers whose rows the training had in the same matrix."""
+        places = {path: (x, _expert(path)) for path, x in self._layers.parameters().items()}
+        paths: dict[tuple[str, int], tuple[str, ...]] = {}
+        for path, place in places.items():
+            paths[place] = (*paths.get(place, ()), path)
+        return {path: paths[place] for path, place in places.items()}
+
+    def _check_trained(self, fused: Sequence[str], amax: Sequence[Tensor]) -> None:
         """Check that the training had one scale for the matrices that servers fuse."""
-        names = [f"{path}{_WEIGHT}" for path in fused]
-        known = self._layers.owners
-        owners = {known[name].parameter if name in known else name for name in names}
-        if len(owners) > 1 and bool((amax != amax[0]).any()):
-            found = ", ".join(f"{float(x):.4g}" for x in amax.flatten())
+        if len({float(x.bfloat16()) for x in amax}) > 1:  # the training quantized bf16
+            found = ", ".join(f"{float(x):.4g}" for x in amax)
             raise ConfigError(
                 f"{' and '.join(fused)} were trained with a scale each (largest weights {found}), "
                 "and servers multiply them with one. Set scales to max, or train the folder as a "

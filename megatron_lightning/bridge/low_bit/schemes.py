@@ -217,7 +217,7 @@ def config_entry(
     """
     paths: dict[Recipe, list[str]] = {}
     for path, recipe in recipes.items():
-        paths.setdefault(recipe, []).append(path)
+        paths.setdefault(recipe._replace(trained_by=None), []).append(path)
     first = next(iter(paths))
     cache = {"num_bits": 8, "type": "float", "dynamic": False}
     if first.scheme == "modelopt":

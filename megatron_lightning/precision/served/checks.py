@@ -28,16 +28,28 @@ def check_inputs(name: str, weights: Iterable[str]) -> None:
         )
 
 
-def check_fused(paths: Collection[str], form_of: Callable[[str], ServedFormat | None]) -> None:
-    """Check that layers that servers multiply as one matrix have one format."""
+def check_fused(
+    paths: Collection[str],
+    form_of: Callable[[str], ServedFormat | None],
+    user: str = "qat",
+    way_out: str = "Give them the same in modules.",
+) -> None:
+    """Check that layers that servers multiply as one matrix have one format.
+
+    Args:
+        paths: All layers.
+        form_of: Returns the format of a layer. None: bf16.
+        user: Who gives the formats, for messages.
+        way_out: What to set.
+    """
     for path in paths:
         for other in fused_paths(path):
             first, second = form_of(path), form_of(other)
             if other in paths and first != second:
                 found = ["bf16" if form is None else form.name for form in (first, second)]
                 raise ConfigError(
-                    f"qat has {path} in {found[0]} and {other} in {found[1]}, and servers multiply "
-                    "both as one matrix, in one format. Give them the same in modules."
+                    f"{user} has {path} in {found[0]} and {other} in {found[1]}, and servers "
+                    f"multiply both as one matrix, in one format. {way_out}"
                 )
 
 

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.utils.data import DataLoader
 
 from megatron_lightning.bridge import commands
@@ -143,6 +144,17 @@ def test_a_model_without_blocks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no blocks decoder\.layers\.N"):
         trainer(callbacks=[LayerStatistics(tmp_path / "file")]).validate(
             ToyModule(), DataLoader(torch.zeros(2, 4)), verbose=False
+        )
+
+
+def test_weights_that_no_folder_has_are_refused(tmp_path: Path) -> None:
+    module = GPTLightningModule(tiny_config())
+    module.configure_model()
+    layer: Any = module.model.get_submodule("decoder.layers.0.self_attention.linear_proj")
+    layer.weight = nn.Parameter(layer.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ConfigError, match="adapters or weights as quantized data"):
+        trainer(callbacks=[LayerStatistics(tmp_path / "file")]).validate(
+            module, DataLoader(_rows(0), batch_size=4), verbose=False
         )
 
 

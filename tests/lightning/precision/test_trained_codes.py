@@ -11,13 +11,21 @@ import torch
 from torch.utils.data import DataLoader
 
 from megatron_lightning.bridge import AutoBridge, commands
+from megatron_lightning.bridge.folder_model import Plan
+from megatron_lightning.bridge.low_bit.asked import Asked, recipes_of_training
+from megatron_lightning.bridge.low_bit.export import QuantizedFolder, ServedLayers, served_layers
+from megatron_lightning.bridge.low_bit.schemes import Recipe, config_entry
 from megatron_lightning.checkpoint import open_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel.shards.spec import Box, ShardSpec
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.quantization import dequantize, quantize
-from megatron_lightning.precision.served.trained_layers import _is_cut, read_recipes
+from megatron_lightning.precision.served.trained_layers import (
+    TrainedLayer,
+    _is_cut,
+    read_recipes,
+)
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
 from tests.helpers.gpt_folders import make_folder
 from tests.helpers.layouts import Layout, make_layout, token_rows
@@ -28,6 +36,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:.*has weights in")
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+CURRENT = FP8Recipe(scaling="current")
 DOWN = FP8Recipe(scaling="rowwise")
 ROWS = FP8Recipe(
     scaling="nvfp4",
@@ -65,6 +74,8 @@ def test_a_checkpoint_says_which_codes_its_layers_had(
         expected = dequantize(*quantize(value, recipe, "weight"), recipe, "weight")
         own = torch.cat([ours[weight].read().float() for weight in weights])
         torch.testing.assert_close(own, expected, rtol=2**-8, atol=0.0)
+    with pytest.raises(ConfigError, match=r"scales is trained, and statistics are of a folder"):
+        commands.export(path, str(out), scales="trained", kv_cache="fp8", statistics="x")
     with pytest.raises(ConfigError, match=r"scaling=rowwise. Set quantize to fp8_channel"):
         commands.export(path, str(tmp_path / "x"), quantize="nvfp4", scales="trained")
     state = open_checkpoint(path).state()
@@ -84,6 +95,40 @@ def test_scales_of_parts_are_no_scales_of_the_matrix() -> None:
     assert not _is_cut(spec(columns), blocks)
     assert _is_cut(spec(Box((0, 0), (24, 64))), blocks)
     assert not _is_cut(spec(Box((0, 0), (24, 64))), FP8Recipe(scaling="current"))
+
+
+def test_parts_of_a_matrix_have_the_scale_of_the_training(tmp_path: Path) -> None:
+    """Servers multiply in_proj_qkvz and in_proj_ba apart, and a training as one matrix."""
+    gpt = AutoBridge.from_hf_pretrained(make_folder("qwen3-next", tmp_path)).gpt_folder()
+    parameters = gpt.tensors(gpt.config)
+    plan = Plan(gpt.folder, parameters, gpt.pieces(gpt.config, parameters))
+    tensors = plan.tensors({name: x.fill for name, x in parameters.items()})
+    layers = served_layers(gpt.folder.files, tensors)._replace(owners=plan.owners)
+    recipe = Recipe.of("fp8_tensor", fit="trained")._replace(trained_by=CURRENT)
+    folder = QuantizedFolder(gpt.folder, dict.fromkeys(layers.quantized, recipe), layers)
+    paths = [path for path in layers.quantized if "linear_attn.in_proj" in path]
+    assert len(paths) > 1
+    for path in paths:
+        own = parameters[plan.owners[f"{path}.weight"].parameter].read()
+        assert folder._shared_amax(path) == own.abs().max(), path
+    folder._check_trained(paths, [torch.tensor(1.0), torch.tensor(1.001)])  # equal in bf16
+    with pytest.raises(ConfigError, match=r"with a scale each \(largest weights 1, 1.1\)"):
+        folder._check_trained(paths, [torch.tensor(1.0), torch.tensor(1.1)])
+
+
+def test_trainings_without_a_served_form_are_refused() -> None:
+    paths = [f"layers.0.self_attn.{name}_proj" for name in "qkv"]
+    layers, asked = ServedLayers({}, paths), Asked(None, fit="trained")
+    one = {paths[0]: TrainedLayer(CURRENT, False)}
+    with pytest.raises(ConfigError, match=r"the training has .*q_proj in fp8_tensor and .*in bf16"):
+        recipes_of_training(layers, one, asked)
+    with pytest.raises(ConfigError, match=r"no quantized layers of this model. Set model to"):
+        recipes_of_training(layers, {}, asked)
+    # Recipes that differ in how codes were found are one format.
+    other = FP8Recipe(scaling="current", power_of_two_scales=True)
+    both = [Recipe.of("fp8_tensor", scheme="modelopt", activations="fp8_tensor")._replace(
+        trained_by=recipe) for recipe in (CURRENT, other)]  # fmt: skip
+    assert len(config_entry(dict(zip("ab", both, strict=True)), [])["config_groups"]) == 1
 
 
 @pytest.mark.slow
