@@ -31,6 +31,14 @@ FOLDER_COLUMNS = ("load", "export")
 SEQUENCE = "sp"
 KINDS = ("equal", "refused", "sensitive", "wrong", "failed")
 
+_LEGEND = {
+    "cp2ep2": "- *cp2ep2*: ranks divide experts, beside context parallelism.",
+    "fsdpcp2": "- *fsdpcp2*: fsdp, beside context parallelism.",
+    WAYS: "- *ways*: how many modules share rows in which "
+    "[way](context.md#models-without-a-plan-of-their-attention) in *cp2*, or *known*.",
+}
+"""Column -> line that explains it."""
+
 TABLE = Path("docs/hf_coverage.md")
 OTHERS = "## Encoders, encoder-decoders and images"
 """Heading of the section of ``--others``."""
@@ -73,10 +81,9 @@ def write_table(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
         f"  {SENSITIVITY} times as much as one process whose weights were changed by a rounding.",
         "- an empty cell: not measured.",
         "- *tp2ep2*: ranks divide experts by expert parallelism, other layers by tensor",
-        "  parallelism; *cp2ep2* and *fsdpcp2* beside context parallelism. *ways*: how many",
-        "  modules share rows in which [way](context.md#models-without-a-plan-of-their-attention)",
-        "  in *cp2*, or *known*. *sp*: whether you get sequence parallelism with tensor",
-        "  parallelism. *load* and *export*: [folders](#folders).",
+        "  parallelism. *sp*: whether you get sequence parallelism with tensor parallelism. *load*",
+        "  and *export*: [folders](#folders).",
+        *(line for column, line in _LEGEND.items() if column in columns),
         "",
         f"| layout | {' | '.join(KINDS)} | of |",
         "|---" * (len(KINDS) + 2) + "|",
@@ -132,7 +139,10 @@ def write_others(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
         OTHERS,
         "",
         "`python -m benchmarks.hf_coverage --others` measures models that predict masked tokens,",
-        "translate, classify images, or read an image beside the text.",
+        "translate, classify images, or read an image beside the text. An empty cell: not measured",
+        "since [they share rows](context.md#models-without-a-plan-of-their-attention). On two",
+        "ranks, gradients of one step of all 14 that predict masked tokens or translate are those",
+        "of one process.",
         "",
         f"| family | predicts | {' | '.join(columns)} |",
         "|---" * (len(columns) + 2) + "|",

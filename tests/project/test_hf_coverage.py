@@ -68,6 +68,7 @@ def test_the_table_counts_and_explains(tmp_path: Path) -> None:
     assert "sequence parallelism in 1 of 2 families" in page
     assert "1. 3 heads. Set 1." in page
     assert "configuration: c." in page
+    assert "*ways*" not in page  # columns that nobody measured are not announced
     (tmp_path / "page.md").write_text(
         f"{page}\n{OTHERS}\n\n| family | tp2 |\n|---|---|\n| d | equal |\n\n1. other\n"
     )
