@@ -6,8 +6,9 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -109,6 +110,24 @@ def lock(descriptor: int) -> bool:
 def try_lock(descriptor: int) -> bool:
     """Take the lock if free. False also if the file system has no locks."""
     return _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def abandoned(folder: Path, names: re.Pattern[str]) -> Iterator[Path]:
+    """Yield the directories of these names in ``folder`` that no process has locked, locked
+    meanwhile. None if the file system has no locks.
+    """
+    for entry in list(folder.iterdir()):
+        if not names.fullmatch(entry.name) or entry.is_symlink() or not entry.is_dir():
+            continue
+        try:
+            descriptor = os.open(entry, os.O_RDONLY)
+        except OSError:
+            continue  # another job cleans up at the same time, or another user owns it
+        try:
+            if try_lock(descriptor):
+                yield entry
+        finally:
+            release(descriptor)
 
 
 def _lock(descriptor: int, kind: int) -> bool:

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lightning.checkpoint.format.files import (
+    abandoned,
     beside,
     exchange,
     lock,
@@ -43,7 +44,6 @@ from megatron_lightning.checkpoint.format.files import (
     new_identifier,
     release,
     sync_directory,
-    try_lock,
 )
 from megatron_lightning.checkpoint.format.manifest import Manifest, TensorInfo
 from megatron_lightning.checkpoint.format.storage import (
@@ -314,21 +314,10 @@ def remove_abandoned(folder: Path) -> None:
     locked.
     """
     for entry in folder.iterdir():
-        if not _TEMPORARY.fullmatch(entry.name):
-            continue
-        if entry.is_symlink():
+        if _TEMPORARY.fullmatch(entry.name) and entry.is_symlink():
             entry.unlink(missing_ok=True)
-        if not entry.is_dir():
-            continue
-        try:
-            descriptor = os.open(entry, os.O_RDONLY)
-        except OSError:
-            continue  # another job cleans up at the same time
-        try:
-            if try_lock(descriptor):
-                shutil.rmtree(entry, ignore_errors=True)
-        finally:
-            release(descriptor)
+    for entry in abandoned(folder, _TEMPORARY):
+        shutil.rmtree(entry, ignore_errors=True)
 
 
 def _files_of(manifest: Path) -> frozenset[str]:

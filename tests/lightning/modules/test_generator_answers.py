@@ -18,7 +18,11 @@ pytest.importorskip("transformers", "5")
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Sampling
 from megatron_lightning.inference.serving.new_weights import Version
-from megatron_lightning.modules.post_training.generators import ahead, remote_engine
+from megatron_lightning.modules.post_training.generators import (
+    ahead,
+    published_weights,
+    remote_engine,
+)
 from megatron_lightning.modules.post_training.generators.client import (
     AwayError,
     Generator,
@@ -89,26 +93,51 @@ def test_weights_that_a_generator_may_read_are_kept(tmp_path: Path) -> None:
 
 
 def test_weights_of_killed_fits_are_removed(tmp_path: Path) -> None:
-    """Those of a fit that runs, and folders of others, stay."""
+    """Those of a fit that runs, here or on another machine, and whatever others have, stay."""
+    a, b, c, d = (letter * 12 for letter in "abcd")
 
     def began(run: str) -> PublishedWeights:
         published = PublishedWeights(None, torch.nn.Linear(1, 1), str(tmp_path), run)
         published.begin()
-        published._written.append(Version(run, 7))
-        (tmp_path / Version(run, 7).folder).mkdir()
+        (tmp_path / Version(run, 7).folder).mkdir()  # also of a write that failed
         return published
 
-    killed, running = began("a"), began("b")
-    (tmp_path / "mine-7").mkdir()
+    for name in ("mine-7", "train-data", "train.running", ".running", f"{d}.elsewhere.running"):
+        (tmp_path / name).mkdir()
+    (tmp_path / Version(d, 7).folder).mkdir()
+    (tmp_path / f"{d}{published_weights._MARK}").symlink_to(tmp_path / "gone")
+    others = {one.name for one in tmp_path.iterdir()}
+    killed, running = began(a), began(b)
+    (tmp_path / f"{Version(a, 7).folder}.tmp-{a}").mkdir()
     assert killed._lock is not None
     os.close(killed._lock)
-    last = began("c")
+    last = began(c)
     names = {one.name for one in tmp_path.iterdir()}
-    versions = {Version(run, 7).folder for run in "bc"}
-    assert names == versions | {"b.running", "c.running", "mine-7"}
+    marks = {f"{run}{published_weights._MARK}" for run in (b, c)}
+    assert names == others | marks | {Version(run, 7).folder for run in (b, c)}
     for one in (running, last):
         one.remove(all_of_them=True)
-    assert [one.name for one in tmp_path.iterdir()] == ["mine-7"]
+    assert {one.name for one in tmp_path.iterdir()} == others
+
+
+def test_a_start_that_fails_leaves_no_mark(tmp_path: Path, monkeypatch: Any) -> None:
+    """A notebook lives on, and would hold the lock."""
+    monkeypatch.setenv("MEGATRON_LIGHTNING_API_KEY", "secret")
+    trainer = SimpleNamespace(is_global_zero=True, strategy=None)
+
+    class _Data:
+        options = SimpleNamespace(
+            weights_folder=tmp_path, max_staleness=0, generators=(), generator_timeout_s=1.0
+        )
+
+        @property
+        def prompts(self) -> Any:
+            raise ConfigError("no prompts")
+
+    fit: Any = SimpleNamespace(data=_Data(), model=None, run="a" * 12, trainer=trainer)
+    with pytest.raises(ConfigError, match="no prompts"):
+        ahead.Ahead(fit, SimpleNamespace(is_first=True), lambda _: ({}, {}))  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
 
 
 class _Server:

@@ -63,8 +63,6 @@ class Ahead:
             # A generator may still read those that the oldest generation under way begins with.
             kept=2 + options.max_staleness,
         )
-        if fit.trainer.is_global_zero:
-            self._published.begin()
         if team.is_first:  # cached properties have no lock, and generations read them in threads
             _ = fit.data.prompts, fit.data.rewards
             if options.environment is not None:
@@ -73,6 +71,8 @@ class Ahead:
         self._generators = Generators(
             [Generator(url, key) for url in options.generators or ()], options.generator_timeout_s
         )
+        if fit.trainer.is_global_zero:  # last: an error above leaves nothing to close
+            self._published.begin()
         self._begun: dict[int, Future[Found]] = {}
         self._generation_of: dict[int, int] = {}  # step of weights -> generation that they begin
         self._newest: Version | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import platform
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from megatron_lightning.assembly.state.full_state import path_of
 from megatron_lightning.assembly.state.module_shards import ModuleState
 from megatron_lightning.checkpoint.agreement import on_first_rank
-from megatron_lightning.checkpoint.format.files import make_locked, release, try_lock
+from megatron_lightning.checkpoint.format.files import abandoned, make_locked, release
 from megatron_lightning.inference.serving.new_weights import Version
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.peft import folder
@@ -20,8 +21,11 @@ from megatron_lightning.peft.base_digest import digest_of_part, frozen_names
 from megatron_lightning.peft.methods.applied import applied_to
 from megatron_lightning.peft.saved import Base, SavedAdapters
 
-_MARK = ".running"
-"""End of the name of a folder that a running fit has locked."""
+_MARK = f".{platform.node()}.running"
+"""End of the name of a folder that a running fit of this machine has locked. Some file systems of
+several machines lock directories for each machine alone.
+"""
+_MARKS = re.compile(rf"[0-9a-f]{{12}}{re.escape(_MARK)}")
 
 
 class PublishedWeights:
@@ -49,18 +53,14 @@ class PublishedWeights:
         self._lock: int | None = None  # descriptor of a folder that says that this fit runs
 
     def begin(self) -> None:
-        """Remove the folders of fits that were killed. Called by the first rank alone.
+        """Remove the folders of fits that were killed on this machine. Called by the first rank
+        alone.
 
         A fit locks a folder of its own until its process ends. Without locks nothing is removed.
         """
         self._target.mkdir(parents=True, exist_ok=True)
-        for mark in self._target.glob(f"*{_MARK}"):
-            descriptor = os.open(mark, os.O_RDONLY)
-            if try_lock(descriptor):
-                run = mark.name.removesuffix(_MARK)
-                for path in (*self._target.glob(f"{run}-*"), mark):
-                    shutil.rmtree(path, ignore_errors=True)
-            release(descriptor)
+        for mark in abandoned(self._target, _MARKS):
+            self._remove_all(mark.name.removesuffix(_MARK))
         self._lock = make_locked(self._target / f"{self._run}{_MARK}")
 
     def write(self, step: int) -> Version:
@@ -109,9 +109,18 @@ class PublishedWeights:
 
     def remove(self, *, all_of_them: bool = False) -> None:
         """Remove folders that no generator reads any more. Called by the first rank alone."""
-        while len(self._written) > (0 if all_of_them else self._kept):
+        while not all_of_them and len(self._written) > self._kept:
             shutil.rmtree(self._target / self._written.pop(0).folder, ignore_errors=True)
         if all_of_them and self._lock is not None:
-            shutil.rmtree(self._target / f"{self._run}{_MARK}", ignore_errors=True)
+            self._written.clear()
+            self._remove_all(self._run)
             release(self._lock)
             self._lock = None
+
+    def _remove_all(self, run: str) -> None:
+        """Remove the folders of a fit, those of writes that failed among them, and its mark."""
+        weights = re.compile(rf"{run}-[0-9]{{9}}(\.tmp-.*)?")
+        for path in self._target.iterdir():
+            if weights.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(self._target / f"{run}{_MARK}", ignore_errors=True)
