@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -54,7 +54,8 @@ class MegatronFP8Precision(MegatronMixedPrecision):
         super().__init__("bf16-mixed", "cuda" if torch.cuda.is_available() else "cpu")
         self.layers: QuantizedLayers | None = None
         """The quantized layers of a run. None between runs."""
-        self._state: dict[str, Any] = {}  # of the layers, until layers exist
+        self._state: dict[str, Any] = {}  # of this rank's layers, between runs
+        self._join: Callable[[dict[str, Any]], dict[str, Any]] = dict  # joins all stages' states
         self._record: dict[str, Any] = {}  # of the layers, also behind a fit
 
     # --------------------------------------------------------------------------------------- layers
@@ -76,7 +77,7 @@ class MegatronFP8Precision(MegatronMixedPrecision):
         layers = self._make_layers(context)
         layers.load_state_dict(self._state)
         summary = layers.attach(module, context, caches_weights=caches_weights)
-        self.layers = layers
+        self.layers, self._join = layers, layers.join
         self._record = layers.record()
         undo.callback(self._release, module)
         rank_zero_info(f"MegatronFP8Precision ({self.backend}): {summary}")
@@ -183,13 +184,14 @@ class MegatronFP8Precision(MegatronMixedPrecision):
     @property
     def _key(self) -> str:
         """Name of the layers' state in checkpoints."""
-        is_library = self._asked == "transformer_engine"
-        return "transformer_engine" if is_library else "amax_histories"
+        return "transformer_engine" if self._asked == "transformer_engine" else "amax_histories"
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the layers of all pipeline ranks. All ranks call this."""
-        state = {} if self.layers is None else self.layers.state_dict()
+        """Return the state of the layers of all pipeline ranks, also behind a run. All ranks call
+        this.
+        """
+        state = self._join(self._state if self.layers is None else self.layers.state_dict())
         return ({self._key: state} if state else {}) | self._record
 
     @override

@@ -82,7 +82,13 @@ class QuantizedLayers(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the layers of all pipeline ranks. All ranks call the method."""
+        """Return the state of this rank's layers."""
+        ...
+
+    def join(self, own_state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of the layers of all pipeline ranks, also after :meth:`detach`. All
+        ranks call the method.
+        """
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -126,9 +132,9 @@ class RecipeLayers:
 
     def detach(self, module: nn.Module) -> dict[str, Any]:
         """Return the histories of this rank's layers."""
-        state = {name: history.entries for name, history in self._histories()}
+        state: dict[str, Any] = self.state_dict()
         remove_recipe(module)
-        self._assigned, self._context = Assignment({}, [], []), None
+        self._assigned = Assignment({}, [], [])
         return state
 
     def step(self) -> AbstractContextManager[Any]:
@@ -175,11 +181,13 @@ class RecipeLayers:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the amax histories by layer and operand."""
-        context = self._context
-        if context is None or not self._recipe.has_history:
-            return {}
-        own = {name: history.entries.cpu() for name, history in self._histories()}
-        return _of_stages(own, context)
+        return {name: history.entries for name, history in self._histories()}
+
+    def join(self, own_state: dict[str, Any]) -> dict[str, Any]:
+        """Return the histories of all pipeline ranks' layers."""
+        if self._context is None or not self._recipe.has_history:
+            return own_state
+        return _of_stages({name: x.cpu() for name, x in own_state.items()}, self._context)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the histories.

@@ -63,6 +63,8 @@ class ResumePoint:
     """Random states of Python and NumPy."""
     streams: dict[str, Tensor]
     """Random states of layers."""
+    step_size: dict[str, Any] | None
+    """Global batch. None: unknown."""
 
 
 class ResumePoints(pl.Callback):
@@ -76,7 +78,7 @@ class ResumePoints(pl.Callback):
             ``consumed_samples`` on.
     """
 
-    def __init__(self, own_state: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, own_state: Callable[[pl.Trainer], dict[str, Any]]) -> None:
         self._own_state = own_state
         self._has_begun = False  # has done something after the start of the fit
         self._has_validated = False  # after the last update
@@ -211,7 +213,7 @@ class ResumePoints(pl.Callback):
             global_step=trainer.global_step,
             samplers=[sampler.state_dict() for sampler in training_samplers(trainer)],
             generators=[one.get_state() for one in training_generators(trainer)],
-            **self._own_state(),
+            **self._own_state(trainer),
         )
         return replace(point, **self.loaded)
 

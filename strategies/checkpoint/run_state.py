@@ -81,7 +81,7 @@ class RunState:
         self._context = context
         self._progress = progress
         self._streams = streams
-        self.points = ResumePoints(lambda: self._own_state())  # noqa: PLW0108 (shared by copies)
+        self.points = ResumePoints(lambda trainer: self._own_state(trainer))  # noqa: PLW0108 (shared by copies)
         """Points of the run where a checkpoint resumes. A callback of fits."""
         self._random_states: tuple[list[Tensor] | None, list[Tensor] | None] = (None, None)
         self._other_states: Mapping[str, Any] = {}  # of Python, NumPy and loaders
@@ -91,13 +91,16 @@ class RunState:
         self.step_size: dict[str, Any] | None = None
         """Global batch of the resumed run. None: unknown, or no resumed run."""
 
-    def _own_state(self) -> dict[str, Any]:
+    def _own_state(self, trainer: pl.Trainer) -> dict[str, Any]:
+        size = step_size(trainer, self._context.dp.size)
         return {
             "consumed_samples": self._progress.consumed_samples,
             "skipped_steps": self._progress.skipped_steps,
             "drawn": self._streams().states(),
             "drawn_on_host": host_states(),
             "streams": self._context.rng.state_dict(),
+            # Of the point: an evaluation after the fit detaches the loaders.
+            "step_size": None if size is None else size.as_dict(),
         }
 
     def write_to(
@@ -128,12 +131,11 @@ class RunState:
             mine["layers"][_place_among_experts(context)] = experts
         ranks = gather(context.axis("world"), mine)
         data = [rank["data"] for rank in ranks if "data" in rank]
-        size = step_size(trainer, context.dp.size)
         state = {
             "consumed_samples": point.consumed_samples,
             "skipped_steps": point.skipped_steps,
             "run": dict(self._progress.run),
-            "step_size": None if size is None else size.as_dict(),
+            "step_size": point.step_size,
             "samplers": point.samplers,
             "layout": asdict(context.layout),
             "tied": dict(part.tied),

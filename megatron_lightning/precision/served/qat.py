@@ -88,7 +88,10 @@ class Record(NamedTuple):
             other.rounding.inputs.amax = dict(self.input_amax)
 
     def entry(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return plain values, with the inputs of the last step."""
+        scales = None if self.rounding is None else self.rounding.inputs
+        if scales is not None and not scales.is_shared:
+            scales.take()
         stacks = {path: list(names) for path, names in self.served.stacks.items()}
         dtype = str(self.dtype).removeprefix("torch.")
         entry = {**asdict(self.qat), "layers": self.served.layers, "stacks": stacks, "dtype": dtype}

@@ -160,11 +160,10 @@ class TransformerEngine:
 
     def detach(self, module: nn.Module) -> dict[str, Any]:
         """Remove the engines from the layers, and return this rank's state."""
-        state = read_state(self.engines, self.library.version)
+        state = self.state_dict()
         _remove_engines(module)
         self.engines = {}
         self._scalings = {}
-        self._context = None
         return state
 
     def weight_quantizers(self, module: nn.Module) -> dict[str, QuantizedWeight]:
@@ -263,12 +262,13 @@ class TransformerEngine:
     # ---------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the layers of all pipeline ranks. All ranks call the method."""
+        """Return the state of this rank's layers."""
+        return read_state(self.engines, self.library.version)
+
+    def join(self, own_state: dict[str, Any]) -> dict[str, Any]:
+        """Return the states of all pipeline ranks' layers."""
         context = self._context
-        if context is None or not self.recipe.has_history:
-            return {}
-        own_state = read_state(self.engines, self.library.version)
-        if context.pp.size == 1:
+        if context is None or context.pp.size == 1 or not self.recipe.has_history:
             return own_state
         states: list[Any] = [None] * context.pp.size
         dist.all_gather_object(states, own_state, group=context.pp.process_group)

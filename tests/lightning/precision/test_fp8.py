@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from megatron_lightning.checkpoint import open_checkpoint, read_full
 from megatron_lightning.config import MoEConfig, RecomputeOptions
 from megatron_lightning.errors import CheckpointError, ConfigError, NonFiniteError
 from megatron_lightning.modules import GPTLightningModule
@@ -250,13 +251,17 @@ def test_an_overflow_is_shown(scaling: str) -> None:
     assert was_finite and "micro-batch" in message
 
 
-def _after() -> Any:
+def _after(folder: str) -> Any:
     module = _module()
     recipe = FP8Recipe(scaling="delayed")
     plugin = MegatronFP8Precision(recipe)
     seen = list[int]()
+    states = list[dict[str, Tensor]]()
 
     class Watch(pl.Callback):
+        def on_train_end(self, *_: Any) -> None:
+            states.append(plugin.state_dict()["amax_histories"])
+
         def on_validation_end(self, *_: Any) -> None:
             seen.append(len(next(iter(plugin.state_dict()["amax_histories"].values()))))
 
@@ -275,14 +280,23 @@ def _after() -> Any:
     fit.fit(module, _data(BATCH), _data(BATCH))
     left = [name for name, m in module.named_modules() if "gemm" in vars(m)]
     kinds = {type(m).__name__ for m in module.modules()}
-    fit.validate(module, _data(BATCH), verbose=False)
-    return seen, left, "AdaptableLinear" in kinds
+    for name in ("fit", "validate"):
+        fit.save_checkpoint(f"{folder}/{name}.ckpt")
+        fit.validate(module, _data(BATCH), verbose=False)
+        entry = read_full(f"{folder}/{name}.ckpt")["MegatronFP8Precision"]
+        states.append(entry.get("amax_histories", {}))
+        own = open_checkpoint(f"{folder}/{name}.ckpt").state()["megatron_lightning"]
+        assert own["step_size"] == {"num_replicas": 1, "batch_size": BATCH, "accumulated": 1}
+    return seen, left, "AdaptableLinear" in kinds, states
 
 
-def test_evaluation_leaves_histories_and_a_run_leaves_the_module() -> None:
-    """4 micro-batches a step."""
-    [(seen, left, quantized)] = run_ranks(1, _after)
+def test_evaluation_leaves_histories_and_a_run_leaves_the_module(tmp_path: Path) -> None:
+    """4 micro-batches a step. Checkpoints saved after the fit have its histories and batch."""
+    [(seen, left, quantized, (end, *saved))] = run_ranks(1, _after, str(tmp_path))
     assert seen[:2] == [4, 8] and not left and not quantized
+    for state in saved:
+        assert state.keys() == end.keys() and len(state) == 24
+        assert all(torch.equal(entries, end[name]) for name, entries in state.items())
 
 
 # ------------------------------------------------------------------------------- what a user writes
