@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from megatron_lightning.callbacks.counting import num_data_ranks, num_samples, num_tokens
 from megatron_lightning.callbacks.progress.last_losses import LastLosses
+from megatron_lightning.checkpoint.format.storage import is_remote, local_path
 
 
 class ClosingSummary(pl.Callback):
@@ -81,12 +82,12 @@ class ClosingSummary(pl.Callback):
         if fired:
             counts = ", ".join(f"{name} ({count})" for name, count in sorted(fired.items()))
             lines.append(f"  findings of guards: {counts} (docs/differences.md)")
-        best, last = _checkpoints(trainer)
+        is_finished = how == "finished"
+        best, last = _checkpoints(trainer, is_finished)
         if best:
             lines.append(f"  best checkpoint: {best}")
         if last and last != best:
             lines.append(f"  last checkpoint: {last}")
-        is_finished = how == "finished"
         # A start from "last" goes on with the logs of this start.
         resumed = "last" if last in (c.last_model_path for c in _savers(trainer)) else last
         command = next_command(sys.argv, is_finished, (best or last) if is_finished else resumed)
@@ -115,11 +116,16 @@ def next_command(argv: list[str], is_finished: bool, checkpoint: str) -> str:
     return shlex.join(["megatron-lightning", verb, *options, "--ckpt_path", checkpoint])
 
 
-def _checkpoints(trainer: pl.Trainer) -> tuple[str, str]:
-    """Return the best and the newest checkpoint saved by callbacks. "": none."""
+def _checkpoints(trainer: pl.Trainer, is_finished: bool) -> tuple[str, str]:
+    """Return the best and the newest checkpoint saved by callbacks. "": none.
+
+    Lightning notes a path before it saves, so that a failed save leaves a path without a
+    checkpoint. After a finished fit, a save in the background may still be writing one.
+    """
     saved = _savers(trainer)
-    best = next((c.best_model_path for c in saved if c.best_model_path and c.monitor), "")
-    steps = [(vars(c).get("_last_global_step_saved", 0), _newest(c)) for c in saved]
+    names = [c.best_model_path for c in saved if c.monitor]
+    best = next((path for path in names if path and (is_finished or _exists(path))), "")
+    steps = [(vars(c).get("_last_global_step_saved", 0), _newest(c, is_finished)) for c in saved]
     _, last = max(((step, path) for step, path in steps if path), default=(0, ""))
     return best, last
 
@@ -128,9 +134,16 @@ def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:
     return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
 
 
-def _newest(callback: ModelCheckpoint) -> str:
+def _newest(callback: ModelCheckpoint, is_finished: bool) -> str:
     """Return the newest checkpoint of a callback, with ``save_last`` and without. "": none."""
-    return callback.last_model_path or vars(callback).get("_last_checkpoint_saved", "")
+    last = callback.last_model_path
+    if last and (is_finished or _exists(last)):
+        return last
+    return str(vars(callback).get("_last_checkpoint_saved", ""))
+
+
+def _exists(path: str) -> bool:
+    return is_remote(path) or local_path(path).exists()
 
 
 def _duration(seconds: float) -> str:

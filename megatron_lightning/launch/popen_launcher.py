@@ -191,7 +191,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             raise ConfigError(
                 f"start_method='popen' runs the command again for each of the {self.num_processes} "
                 f"local ranks, and {sys.argv[0]!r} is not a script file. Set start_method to "
-                "'fork' or 'spawn', or start with torchrun."
+                "'fork', or save the program as a file."
             )
 
     def _children(self) -> list[Child]:

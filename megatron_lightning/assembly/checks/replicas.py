@@ -276,7 +276,8 @@ def check_same_batch(batch: object, context: ParallelContext) -> None:
             continue
         raise ShardingError(
             f"ranks {list(replica.ranks)} hold parts of one model replica and read different first "
-            "batches. Draw random transforms from torch's generators (seed_everything(..., "
+            "batches. Call seed_everything before you draw data, since each process runs your "
+            "script. Draw random transforms from torch's generators (seed_everything(..., "
             "workers=True) seeds those of workers), and give these ranks the same samples: a "
             "DistributedSampler or an iterable dataset of your own takes num_replicas and rank "
             "from trainer.distributed_sampler_kwargs."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import gzip
 import json
@@ -136,6 +137,31 @@ def test_an_exception_restores_the_collection_and_is_summed_up(
     assert text.startswith("fit ended early (ZeroDivisionError) at step 2") and is_enabled
     newest = "last" if save_last else f"{tmp_path}/step=2.ckpt"  # without it, last finds nothing
     assert text.endswith(f"next: megatron-lightning fit --config=a.yaml --ckpt_path {newest}")
+
+
+def test_a_checkpoint_that_could_not_be_saved_is_not_named(tmp_path: Path) -> None:
+    closing = ClosingSummary()
+    keep = ModelCheckpoint(
+        tmp_path / "kept", monitor="train_loss", save_last=True, every_n_train_steps=1
+    )
+    fit = trainer(
+        MegatronStrategy(),
+        callbacks=[closing, keep],
+        max_steps=1,
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
+    )
+    full = OSError(errno.ENOSPC, "No space left on device")
+    command = ["megatron-lightning", "fit", "--config=a.yaml"]
+    with (
+        mock.patch.object(sys, "argv", command),
+        mock.patch.object(fit.strategy, "save_checkpoint", side_effect=full),
+        pytest.raises(OSError, match="No space left"),
+    ):
+        fit.fit(ToyModule(), datamodule=ToyData())
+    assert keep.best_model_path  # Lightning notes it before it saves
+    assert closing.text.startswith("fit ended early (OSError) at step 1")
+    assert "checkpoint" not in closing.text and "next:" not in closing.text
 
 
 @pytest.mark.parametrize("val_batches", [0, 1])

@@ -127,7 +127,9 @@ def test_popen_refuses_what_is_no_script(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "argv", ["-c"])
     launcher = _trainer(MegatronStrategy(), 2).strategy.launcher
     assert isinstance(launcher, ScriptLauncher)
-    with pytest.raises(ConfigError, match=r"'-c' is not a script file. Set start_method to 'fork'"):
+    # What "-" or "-c" defines cannot be imported by a spawned process.
+    message = r"'-c' is not a script file. Set start_method to 'fork', or save the program"
+    with pytest.raises(ConfigError, match=message):
         launcher.launch(os.getpid)
 
 
