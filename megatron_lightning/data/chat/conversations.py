@@ -230,7 +230,10 @@ def _message(row: Row, index: int, message: Mapping[str, Any], images: RowImages
             "be text"
         )
     if fields.get("tool_calls"):
-        fields["tool_calls"] = [_call(row, index, call) for call in fields["tool_calls"]]
+        calls = fields["tool_calls"]
+        if not isinstance(calls, Sequence):
+            raise DataError(f"{row.where}: tool_calls of message {index} must be a list")
+        fields["tool_calls"] = [_call(row, index, call) for call in calls]
     return fields
 
 
@@ -241,8 +244,8 @@ def _part(row: Row, index: int, part: Any, images: RowImages) -> str:
         return images.placed(index, part["text"])
     part_type = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise DataError(
-        f"{row.where}: message {index} has a part of the type {part_type!r}, and only text, "
-        "images and sounds can be trained; remove it"
+        f"{row.where}: message {index} has a part of the type {part_type!r}, which is no text, "
+        "image or sound; remove it"
     )
 
 
@@ -250,9 +253,10 @@ def _call(row: Row, index: int, call: Any) -> dict[str, Any]:
     """Return a call with the arguments as an object. OpenAI's files have JSON text, and templates
     write JSON themselves.
     """
-    if not isinstance(call, Mapping):
+    given = call.get("function", call) if isinstance(call, Mapping) else call
+    if not isinstance(given, Mapping):
         raise DataError(f"{row.where}: a tool call of message {index} must be an object")
-    function = dict(call.get("function", call))
+    function = dict(given)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         function["arguments"] = _json(row, f"the arguments of a call in message {index}", arguments)

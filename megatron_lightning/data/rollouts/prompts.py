@@ -15,6 +15,7 @@ from megatron_lightning.data.chat.conversations import (
     openai_messages,
     text_messages,
 )
+from megatron_lightning.data.images.image_parts import image_column
 from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.errors import DataError
 
@@ -44,11 +45,18 @@ def prompt_of(row: Row, tokenizer: ChatTokenizer | None, template: ChatTemplate 
         template: Of conversations. None: there is none.
 
     Raises:
-        DataError: If the row has no prompt, has an image, or needs a tokenizer or a template.
+        DataError: If the row has no prompt, has an image or a sound, or needs a tokenizer or a
+            template.
     """
     if row.error is not None:
         raise row.error
     fields = row.fields
+    column, _ = image_column(row.where, fields)
+    if column:
+        raise DataError(
+            f"{row.where} has an image or a sound in the column {column}, and a policy reads and "
+            "writes text alone. Remove the column, or give it another name if it has neither."
+        )
     if "prompt_ids" in fields:
         given = [int(value) for value in fields["prompt_ids"]]
         return Prompt(given, fields["prompt_ids"], fields, row.where)

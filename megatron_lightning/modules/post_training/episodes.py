@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_lightning.data.chat.conversations import ASSISTANT, Chat
+from megatron_lightning.data.chat.conversations import ASSISTANT, Chat, text_messages
 from megatron_lightning.data.rollouts.environments import (
     Hosted,
     Outcome,
@@ -27,6 +27,7 @@ from megatron_lightning.data.rollouts.prompts import Prompt
 from megatron_lightning.data.rollouts.rollout_data import RolloutData
 from megatron_lightning.data.rollouts.seeds import seed_of
 from megatron_lightning.data.rollouts.turns import Message, Turns
+from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.inference.engine.text_model import Completion
 
@@ -343,9 +344,10 @@ def _turn_of(outcome: Outcome) -> Turn | str:
     try:
         turn = value if isinstance(value, Turn) else Turn(*value)
         messages = tuple(turn.messages or ())
+        answer = [{"role": ASSISTANT, **turn.answer}] if turn.answer else []
     except (TypeError, ValueError):
         return "step_no_turn"
-    if not _are_messages(messages):
+    if not _are_messages([*answer, *messages]):
         return "step_not_messages"
     if not _is_reward(turn.reward):
         return "step_not_finite"
@@ -353,12 +355,16 @@ def _turn_of(outcome: Outcome) -> Turn | str:
 
 
 def _are_messages(value: Any) -> bool:
-    return isinstance(value, Sequence) and all(
-        isinstance(one, Mapping)
-        and "role" in one
-        and isinstance(one.get("content"), str | list | None)
-        for one in value
-    )
+    """Return whether a value is messages of text, which a template can be asked about."""
+    if not isinstance(value, Sequence) or not all(
+        isinstance(one, Mapping) and "role" in one for one in value
+    ):
+        return False
+    try:
+        text_messages(Row("", {}), value)
+    except DataError:
+        return False
+    return True
 
 
 def _is_reward(value: Any) -> bool:

@@ -7,8 +7,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_lightning.data.chat.conversations import ASSISTANT
+from megatron_lightning.data.chat.conversations import ASSISTANT, text_messages
 from megatron_lightning.data.rollouts.environments import Message, Turn, imported
+from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.serving.tool_calls import ToolCall, parse_calls
 from megatron_lightning.optional import require
@@ -62,8 +63,8 @@ class ToolEnvironment:
         messages = row.get("prompt") or [{"role": "user", "content": ""}]
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        last = {**messages[-1], "content": f"{messages[-1].get('content') or ''}{observation}"}
-        return [*messages[:-1], last]
+        [last] = text_messages(Row("the prompt", {}), messages[-1:])  # its parts are joined
+        return [*messages[:-1], {**last, "content": f"{last['content']}{observation}"}]
 
     async def step(self, messages: Sequence[Message], answer: str) -> Turn:
         """Call the tools of an answer."""

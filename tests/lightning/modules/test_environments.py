@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("transformers")
 
 from megatron_lightning.config import PipelineOptions
-from megatron_lightning.data.rollouts.environments import Hosted, call_all, close_all
+from megatron_lightning.data.rollouts.environments import Hosted, Outcome, call_all, close_all
 from megatron_lightning.data.rollouts.generation import Generation
 from megatron_lightning.data.rollouts.prompts import Prompt
 from megatron_lightning.errors import ConfigError, DataError
@@ -29,7 +29,7 @@ from megatron_lightning.modules import (
     Turn,
 )
 from megatron_lightning.modules.post_training import sampling
-from megatron_lightning.modules.post_training.episodes import Episode, Episodes, _reset
+from megatron_lightning.modules.post_training.episodes import Episode, Episodes, _reset, _turn_of
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.chats import CHATML, make_tokenizer, write_rows
 from tests.helpers.layouts import PP, TP, tiny_config
@@ -276,7 +276,6 @@ def _on_ranks(
     return SimpleNamespace(norms=own.norms, metrics=own.metrics)
 
 
-@pytest.mark.slow
 def test_environments_that_fail_are_counted_and_closed(tmp_path: Path) -> None:
     """Ten samples of five kinds: one each is well. The fit continues."""
     write(tmp_path)
@@ -297,6 +296,10 @@ def test_environments_that_fail_are_counted_and_closed(tmp_path: Path) -> None:
     [file] = _files(tmp_path)
     rewards = [row.rewards["environment"] for row in file.rows]
     assert rewards.count(None) == 16 and all(one % 2.0 == 0.0 for one in rewards if one)
+
+
+def _call(arguments: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "arguments": arguments}}
 
 
 class Odd(Guess):
@@ -329,6 +332,30 @@ def test_odd_answers_of_environments_are_counted(
     said = [record.getMessage() for record in caplog.records]
     assert sum("An environment has returned" in one for one in said) == 3
     assert any("returned 'hello'" in one or "returned 5" in one for one in said)
+
+
+@pytest.mark.parametrize(
+    ("turn", "kind"),
+    [
+        (Turn([{"role": "tool", "content": ["hello"]}]), "step_not_messages"),
+        (Turn([{"role": "tool", "content": [{"type": "json", "json": {}}]}]), "step_not_messages"),
+        (Turn([{"role": "tool", "content": [{"type": "image"}]}]), "step_not_messages"),
+        (Turn([{"role": "tool", "content": "", "tool_calls": ["f()"]}]), "step_not_messages"),
+        (Turn([{"role": "tool", "content": "", "tool_calls": 5}]), "step_not_messages"),
+        (Turn(answer={"content": {"text": "a"}}), "step_not_messages"),
+        (Turn(answer={"tool_calls": [{"function": "f"}]}), "step_not_messages"),
+        (Turn(answer={"tool_calls": [_call('{"a": 1')]}), "step_not_messages"),
+        (Turn(answer="a"), "step_no_turn"),  # type: ignore[arg-type]
+    ],
+)
+def test_turns_that_no_template_can_show_are_counted(turn: Turn, kind: str) -> None:
+    """They would end the fit later, also for what a policy has written."""
+    assert _turn_of(Outcome(turn, None)) == kind
+
+
+def test_calls_as_json_text_are_messages() -> None:
+    turn = Turn(answer={"tool_calls": [_call('{"a": 1}')]})
+    assert _turn_of(Outcome(turn, None)) == turn
 
 
 class Rare(Guess):
@@ -445,7 +472,8 @@ class Bank:
 def test_tools_and_environments_of_trl_are_environments() -> None:
     environment = ToolEnvironment([f"{HERE}.add"], f"{HERE}.Bank")
     assert [tool["function"]["name"] for tool in environment.tools] == ["add", "spend"]
-    row = {"prompt": [{"role": "user", "content": "Buy."}], "money": 5}
+    parts = [{"type": "text", "text": one} for one in ("Bu", "y.")]
+    row = {"prompt": [{"role": "user", "content": parts}], "money": 5}
 
     async def talk() -> tuple[Any, list[Turn], float | None]:
         first = await environment.reset(row, 3)

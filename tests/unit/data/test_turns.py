@@ -165,6 +165,8 @@ def test_images_are_refused_and_parts_of_text_are_joined() -> None:
         {"messages": [shown]},
         {"images": ["a.png"], "messages": [turn("user", "<image> what")]},
         {"images": ["a.png"], "messages": [turn("user", "what")]},
+        {"images": ["a.png"], "prompt": "<image> what"},
+        {"audio": "a.wav", "prompt_ids": [1, 2]},
     ):
         with pytest.raises(DataError, match="text alone"):
             prompt_of(Row("rows.jsonl:1", fields), chosen, template)
