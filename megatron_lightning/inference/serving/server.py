@@ -22,6 +22,7 @@ from megatron_lightning.inference.engine.uncached_loop import Sampling
 from megatron_lightning.inference.serving.api_answers import Answer
 from megatron_lightning.inference.serving.api_models import ApiError
 from megatron_lightning.inference.serving.api_requests import ApiRequest, parse
+from megatron_lightning.inference.serving.bodies import Bodies
 from megatron_lightning.inference.serving.rollouts import RolloutApi
 from megatron_lightning.inference.serving.serving_thread import Stepping
 from megatron_lightning.optional import missing
@@ -36,7 +37,6 @@ except ImportError as error:
 
 _GONE = 499
 """Status of an answer that nobody reads."""
-_LONG_BODY = 256 << 20
 _PUBLIC: Mapping[str, tuple[str, str]] = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
@@ -87,7 +87,8 @@ class Server:
         self._settings = settings
         self._parsing = asyncio.Lock()
         self._parsing_bytes = 0
-        self._rollouts = RolloutApi(stepping, self._long_body, _disconnected)
+        self._bodies = Bodies(settings.max_body_bytes, settings.timeout_s, self._check_bytes)
+        self._rollouts = RolloutApi(stepping, self._bodies.read_long, _disconnected)
 
     def app(self) -> FastAPI:
         """Return the application."""
@@ -172,9 +173,7 @@ class Server:
         settings = self._settings
         deadline = time.monotonic() + settings.timeout_s
         try:
-            body, size = await asyncio.wait_for(self._body(http), settings.timeout_s)
-        except asyncio.TimeoutError as error:
-            raise ApiError(408, "the body took longer than this server allows.") from error
+            body, size = await self._bodies.read(http)
         except ClientDisconnect:
             return Response(status_code=_GONE)
         self._check_free(1, size)  # before texts are encoded
@@ -209,48 +208,6 @@ class Server:
     async def _weights(self, http: Request) -> Response:
         return JSONResponse(await self._rollouts.weights(http))
 
-    async def _long_body(self, http: Request) -> Any:
-        """Return the JSON of a request of a fit, with the ids of all its prompts."""
-        body, _ = await self._body(http, _LONG_BODY)
-        return body
-
-    async def _body(self, http: Request, limit: int = 0) -> tuple[Any, int]:
-        """Return the JSON of a request, and the number of bytes.
-
-        Args:
-            http: The request.
-            limit: Bytes, if more than the settings allow.
-
-        Raises:
-            ApiError: If the body is too large, or no JSON.
-        """
-        limit = max(limit, self._settings.max_body_bytes)
-        kind = http.headers.get("content-type", "").partition(";")[0]
-        if kind.strip().lower() != "application/json":
-            raise ApiError(415, "the body has to be application/json.")
-        content, is_long = bytearray(), limit > self._settings.max_body_bytes
-        try:
-            async for part in http.stream():
-                content += part
-                self._parsing_bytes += len(part)  # many slow clients hold memory, too
-                if len(content) > limit:
-                    raise ApiError(413, f"the body is larger than {limit:,} bytes.")
-                if not is_long:
-                    self._check_free(0, 0)
-        finally:
-            self._parsing_bytes -= len(content)
-        try:
-            body = json.loads(content)
-            # JSON may escape half of a surrogate pair ("\\ud800"), which is no character.
-            json.dumps(body, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ApiError(
-                400, "the body has an escaped surrogate without its pair, which is no character."
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is no JSON ({error}).") from error
-        return body, len(content)
-
     def _check_room(self, request: ApiRequest) -> None:
         """Check that the queue has room for all texts of a request.
 
@@ -271,13 +228,17 @@ class Server:
         """Check that there is room for ``number`` texts, and ``size`` bytes."""
         if number > self._stepping.room:
             raise ApiError(429, "too many requests wait. Try again later.")
-        limit = self._settings.max_waiting_bytes
-        held = self._parsing_bytes + self._stepping.image_bytes
-        if held + size > limit:
+        self._check_bytes(size)
+
+    def _check_bytes(self, size: int = 0) -> None:
+        """Check that there is room for ``size`` bytes beside those of other requests."""
+        limit, parsing = self._settings.max_waiting_bytes, self._parsing_bytes
+        held = self._bodies.num_bytes + parsing + self._stepping.image_bytes + size
+        if held > limit:
             raise ApiError(
                 429,
-                f"waiting requests and their images have {held:,} bytes, this one {size:,}, and "
-                f"this server holds {limit:,}. Try again later, or send smaller images.",
+                f"requests that arrive or wait have {held:,} bytes with this one, and this server "
+                f"holds {limit:,}. Try again later, or send less, such as smaller images.",
             )
 
     def _begin(self, request: ApiRequest, texts: ReaderGroup, scores: ReaderGroup) -> None:

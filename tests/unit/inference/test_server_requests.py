@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ pytest.importorskip("fastapi")
 
 from megatron_lightning.inference.engine.keys.prefix_cache import PrefixCounts
 from megatron_lightning.inference.engine.request_batch import DraftCounts
+from megatron_lightning.inference.serving.api_models import ApiError
+from megatron_lightning.inference.serving.bodies import Bodies
 from megatron_lightning.inference.serving.server import Server, ServerSettings
 
 
@@ -157,4 +160,44 @@ def test_arriving_bodies_are_limited_alone_and_together() -> None:
     assert first == 429
     assert 429 in others  # the second of the slow ones
     assert last == 413
-    assert server._parsing_bytes == 0
+    assert server._parsing_bytes == server._bodies.num_bytes == 0
+
+
+class _Slow:
+    """A request whose body begins, and ends when it may."""
+
+    def __init__(self) -> None:
+        self.headers = {"content-type": "application/json"}
+        self.released = asyncio.Event()
+        self.begun = False
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        self.begun = True
+        yield b"[" + b" " * 100
+        await self.released.wait()
+        yield b"]"
+
+
+def test_a_slow_client_keeps_no_bytes_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bodies of fits count apart, two at a time."""
+    held: list[int] = []
+
+    async def run() -> None:
+        monkeypatch.setattr("megatron_lightning.inference.serving.bodies._ARRIVAL_S", 0.2)
+        bodies = Bodies(1000, 600.0, lambda: held.append(bodies.num_bytes))
+        with pytest.raises(ApiError, match=r"longer than the 0\.2 s") as refused:
+            await bodies.read(_Slow())
+        assert refused.value.status == 408
+        assert held == [101]
+        assert bodies.num_bytes == 0
+        fits = [_Slow() for _ in range(3)]
+        tasks = [asyncio.create_task(bodies.read_long(fit)) for fit in fits]
+        await asyncio.sleep(0.02)
+        assert [fit.begun for fit in fits] == [True, True, False]
+        assert bodies.num_bytes == 0
+        for fit in fits:
+            fit.released.set()
+        assert await asyncio.gather(*tasks) == [[], [], []]
+        assert held == [101]
+
+    asyncio.run(run())
