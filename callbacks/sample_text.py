@@ -50,7 +50,7 @@ class SampleText(TextCallback):
         name: Name in the loggers.
         options: Sizes of the engine. None: the defaults.
         images: Image files before each prompt, with ``chat``: a list for each prompt, which may be
-            empty. None: prompts are text.
+            empty. Sound files if the model reads sounds and no images. None: prompts are text.
 
     Raises:
         ConfigError: If a value cannot work.

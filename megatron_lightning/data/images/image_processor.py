@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_lightning.data.images.image_files import Size
+from megatron_lightning.data.images.image_parts import with_article
 from megatron_lightning.data.images.media import MEDIA
 from megatron_lightning.data.images.processor_parts import (
     input_part,
@@ -168,9 +169,9 @@ class ImageProcessor:
                 self._set_words(token)
                 return
         raise ConfigError(
-            f"the processor {self.name} does not say what the place of an image becomes in the "
-            "chat template's text, so that answers cannot be told from images. Set chat_template "
-            "to the model's own, or take another model."
+            f"the processor {self.name} does not say what the place of {with_article(self.kind)} "
+            "becomes in the chat template's text, so that answers cannot be told from it. Set "
+            "chat_template to the model's own, or take another model."
         )
 
     def _set_words(self, growth: str) -> None:

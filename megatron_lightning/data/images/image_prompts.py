@@ -119,19 +119,22 @@ class ImagePrompts:
         processor.find_placeholder(template.with_image(processor.kind))
 
     @classmethod
-    def load(cls, folder: Path, tokenizer: Any, **limits: int | None) -> ImagePrompts:
+    def load(
+        cls, folder: Path, tokenizer: Any, kind: str = "image", **limits: int | None
+    ) -> ImagePrompts:
         """Return the prompts of a folder's model.
 
         Args:
             folder: Folder of a model.
             tokenizer: Tokenizer of ``transformers``.
+            kind: ``image`` or ``audio``, of models that read both.
             limits: See the class.
 
         Raises:
             ConfigError: If the folder has no processor, or no chat template.
         """
         tokens = ChatTokenizer.load(tokenizer)
-        kind = kind_of_folder(folder)
+        kind = kind_of_folder(folder, kind)
         processor = ImageProcessor.load(folder, tokens.tokenizer, {}, medium=kind)
         source: str | Mapping[str, str] | None = processor.chat_template
         own = tokens.chat_template
@@ -222,7 +225,8 @@ class ImagePrompts:
         if number < num_images:
             raise DataError(
                 f"{where} has {number} places {placeholder} for {num_images} "
-                f"{WORDS[processor.kind]}s"
+                f"{WORDS[processor.kind]}s; a chat template writes one for each, so take another "
+                "template"
             )
 
     def _made(
@@ -286,8 +290,8 @@ class ImagePrompts:
         for source in chat.images:
             if source.kind != kind:
                 raise DataError(
-                    f"{source.where} has {with_article(source.kind)}, and the model reads "
-                    f"{WORDS[kind]}s; leave it out"
+                    f"{source.where} has {with_article(source.kind)}, and {WORDS[kind]}s alone are "
+                    "read beside text; leave it out"
                 )
             data, path = files.read(source)
             where = named(source.where, path)

@@ -64,15 +64,20 @@ def processor_class(folder: Path, *, trusts: bool) -> Any:
     )
 
 
-def kind_of_folder(folder: Path) -> str:
-    """Return the kind of a folder's inputs beside text: ``audio`` if it reads sounds and no images.
+def kind_of_folder(folder: Path, wanted: str) -> str:
+    """Return the kind of a folder's inputs beside text: ``wanted``, unless the processor reads the
+    other one alone.
 
     Raises:
         NoProcessorError: If the folder has no processor.
+        ConfigError: If the processor needs a package that is missing.
     """
-    names = processor_class(folder, trusts=False).get_attributes()
-    hears = MEDIA["image"].part not in names and MEDIA["audio"].part in names
-    return "audio" if hears else "image"
+    try:
+        names = processor_class(folder, trusts=False).get_attributes()
+    except ImportError as error:
+        raise missing_package(folder, error) from error
+    kinds = [kind for kind, medium in MEDIA.items() if medium.part in names]
+    return wanted if wanted in kinds or not kinds else kinds[0]
 
 
 def missing_package(folder: Path, error: ImportError) -> ConfigError:
@@ -96,9 +101,10 @@ def input_part(folder: Path, options: Mapping[str, Any], *, trusts: bool, medium
     load: Any = kind.from_pretrained
     try:
         made = load(folder, trust_remote_code=trusts, **options)
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = str(error).partition(". ")[0]  # a list of all kinds may follow
         raise ConfigError(
-            f"{folder} has no {medium} processor ({error}); copy {IMAGE_PROCESSOR_CONFIG} of the "
+            f"{folder} has no {medium} processor ({reason}); copy {IMAGE_PROCESSOR_CONFIG} of the "
             "model into the folder"
         ) from error
     unknown = [name for name in options if name not in made.to_dict() and not hasattr(made, name)]

@@ -90,7 +90,7 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
     if messages is not None:
         ids = _conversations(model.checkpoint, job.codec, messages)
     elif files.paths:
-        maker = find_image_prompts(model.checkpoint, job.codec)
+        maker = find_image_prompts(model.checkpoint, job.codec, files.kind)
         files.check_kind(maker)
         ids = [maker.of_question(text, files.paths) for text in texts]
     else:
@@ -160,7 +160,7 @@ def _check_prompts(
 def _conversations(checkpoint: str, codec: Codec, file: str) -> list[Prompt]:
     """Return the prompts of the conversations in a file."""
     folder, found = Path(file).resolve().parent, list[Prompt]()
-    maker: ImagePrompts | None = None
+    makers = dict[str, ImagePrompts]()  # by kind: a model may read images and sounds
     template: ChatTemplate | None = None
     for row in read_rows(file):
         if row.error is not None:
@@ -171,8 +171,10 @@ def _conversations(checkpoint: str, codec: Codec, file: str) -> list[Prompt]:
         if not isinstance(chat, Chat):
             raise DataError(f"{row.where}: messages stand beside input_ids; leave one of them out")
         if has_images(row.fields):
-            maker = maker or find_image_prompts(checkpoint, codec)
-            found.append(maker.of_chat(chat, folder))
+            kind = chat.images[0].kind if chat.images else "image"
+            if kind not in makers:
+                makers[kind] = find_image_prompts(checkpoint, codec, kind)
+            found.append(makers[kind].of_chat(chat, folder))
         else:
             template = template or chat_template(codec)
             found.append(Prompt(codec.ids(template.prompt(chat), special=False)))

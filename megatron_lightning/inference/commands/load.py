@@ -288,17 +288,18 @@ def _codec_of_adapters(adapters: str | os.PathLike[str]) -> Codec | None:
 
 
 def find_image_prompts(
-    checkpoint: str | os.PathLike[str], codec: Codec, **limits: int | None
+    checkpoint: str | os.PathLike[str], codec: Codec, kind: str = "image", **limits: int | None
 ) -> ImagePrompts:
-    """Return the maker of prompts with images of a model.
+    """Return the maker of prompts with images, or sounds, of a model.
 
     Args:
         checkpoint: The model.
         codec: Codec of its tokenizer.
+        kind: ``image`` or ``audio``, of models that read both.
         limits: See :class:`ImagePrompts`.
 
     Raises:
-        ConfigError: If the model has no processor of images.
+        ConfigError: If the model has no processor of images or sounds.
         CheckpointError: If the checkpoint cannot be read.
     """
     tokenizer = getattr(codec, "tokenizer", None)
@@ -311,10 +312,10 @@ def find_image_prompts(
             tokenizer = None
         if tokenizer is None:
             raise NoProcessorError(
-                f"{checkpoint} has no processor of images: it is no model of transformers with a "
-                "vision tower. Leave images out, or name such a model."
+                f"{checkpoint} has no processor of images or sounds: it is no model of "
+                "transformers with a tower. Leave images and sounds out, or name such a model."
             )
-        return ImagePrompts.load(folder, tokenizer, **limits)
+        return ImagePrompts.load(folder, tokenizer, kind, **limits)
 
 
 def image_prompts_of(

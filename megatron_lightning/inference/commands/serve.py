@@ -57,7 +57,8 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
         max_body_mib: MiB of a request, with its images.
         max_waiting_mib: MiB of waiting requests with their images, at most. Further requests are
             refused.
-        max_images: Images of a request, at most. Images are data URLs: nothing is fetched.
+        max_images: Images, or sounds, of a request, at most. They are data in the request: nothing
+            is fetched.
         max_image_mpixels: Million pixels of an image, at most.
         accept_weights: Folder with new weights of a fit that this server samples for. Requests of
             the fit need an API key, and change the model for all.

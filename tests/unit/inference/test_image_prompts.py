@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from queue import Queue
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,10 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from megatron_lightning.checkpoint.text_record import TextRecord
+from megatron_lightning.data.images import processor_parts
 from megatron_lightning.data.images.image_prompts import prompts_if_any
 from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.inference.commands import generate as generate_command
 from megatron_lightning.inference.commands.generate import generate
 from megatron_lightning.inference.commands.load import find_codec, find_image_prompts
 from megatron_lightning.inference.commands.model_options import ModelOptions
@@ -34,6 +37,7 @@ from tests.helpers.image_folders import USUAL, draw_image, make_image_folder, pa
 from tests.helpers.sound_folders import make_sound_folder, write_sound
 
 NUM_NEW = 5
+KINDS = ("image", "audio")
 
 
 @cache
@@ -117,7 +121,7 @@ def test_answers_about_sounds_are_those_of_transformers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="images and audio are both set"):
         generate(options, "what", images=[name], audio=[name], chat=True)
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": [_url(_png())]}]}))
-    with pytest.raises(DataError, match="message 0 has an image, and the model reads sounds"):
+    with pytest.raises(DataError, match="message 0 has an image, and sounds alone are read"):
         generate(options, messages=str(rows))
     slow = str(tmp_path / write_sound(tmp_path / "b.wav", 0.4, rate=8_000))
     with pytest.raises(DataError, match="8,000 samples a second"):
@@ -207,6 +211,45 @@ def test_a_broken_processor_is_no_model_of_text(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         load("text")
+
+
+def test_a_model_that_sees_and_hears_is_asked_either_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reads(*parts: str) -> None:
+        kind = SimpleNamespace(get_attributes=lambda: [*parts, "tokenizer"])
+        monkeypatch.setattr(processor_parts, "processor_class", lambda *_, **__: kind)
+
+    both = ("image_processor", "feature_extractor")
+    for parts, found in ((both, KINDS), (both[:1], ("image",) * 2), (both[1:], ("audio",) * 2)):
+        reads(*parts)
+        assert tuple(processor_parts.kind_of_folder(tmp_path, kind) for kind in KINDS) == found
+    asked: list[str] = []
+    maker = SimpleNamespace(of_chat=lambda chat, _: chat.images[0].kind)
+    monkeypatch.setattr(
+        generate_command, "find_image_prompts", lambda _, __, kind: asked.append(kind) or maker
+    )
+    rows = tmp_path / "rows.jsonl"
+    kinds = ["audio", "image", "audio"]
+    turns = ([{"role": "user", "content": [{"type": kind, kind: "a"}]}] for kind in kinds)
+    rows.write_text("".join(f"{json.dumps({'messages': one})}\n" for one in turns))
+    codec = find_codec(_folder("llava"))
+    assert generate_command._conversations("", codec, str(rows)) == kinds  # type: ignore[comparison-overlap]
+    assert asked == ["audio", "image"]
+
+
+def test_a_processor_without_its_package_reads_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A placeholder of transformers stands for its class."""
+
+    def fail() -> None:
+        raise ImportError("PixtralProcessor requires the Torchvision library")
+
+    kind = SimpleNamespace(get_attributes=fail)
+    monkeypatch.setattr(processor_parts, "processor_class", lambda *_, **__: kind)
+    folder = _folder("llava")
+    codec = find_codec(folder)
+    with pytest.warns(UserWarning, match="text alone: .* Install torchvision"):
+        assert prompts_if_any(lambda: find_image_prompts(folder, codec)) is None
 
 
 def test_words_of_images_are_refused_wherever_a_template_writes_them(tmp_path: Path) -> None:
@@ -394,8 +437,6 @@ def _write_task(folder: Path) -> None:
 def test_tasks_with_images_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_XET_HIGH_PERFORMANCE", "1")  # set by the harness
     pytest.importorskip("lm_eval.evaluator")
-    from types import SimpleNamespace
-
     from megatron_lightning.inference.commands.evaluate import sharing_of
     from megatron_lightning.inference.commands.harness import HarnessModel, evaluate_tasks
     from megatron_lightning.inference.commands.load import image_prompts_of, load_engine
