@@ -329,7 +329,7 @@ def image_prompts_of(
     """
     if not isinstance(engine, OwnGenerate):
         return None
-    return prompts_if_any(lambda: find_image_prompts(checkpoint, codec, **limits))
+    return prompts_if_any(lambda: find_image_prompts(checkpoint, codec, "image", **limits))
 
 
 def find_stops(
