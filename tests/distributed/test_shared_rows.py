@@ -394,6 +394,18 @@ def test_documents_are_kept_apart_or_refused() -> None:
             assert "does not keep such documents apart" in refusal
 
 
+def test_a_model_that_short_rows_switch_to_other_code_is_refused() -> None:
+    """Block-sparse attention turns itself off for good in short rows."""
+    sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 1, "use_cache": False}
+    config = transformers.BigBirdConfig(**sizes, num_attention_heads=2, intermediate_size=48)
+    group = AxisGroup("cp", (0,), 0, None)
+    shared = entry.SharedRows(SharingRanks(group, RingAttention(group)), (group,), "auto")
+    with pytest.raises(
+        ConfigError, match=r"attention_type .* 'block_sparse' and is 'original_full"
+    ):
+        shared.find(transformers.BigBirdForMaskedLM(config))
+
+
 def _kinds_that_are_set() -> tuple[list[str], str]:
     shared = _shared(_made(_gemma), {"model.layers.0.*": "rows", "**.self_attn": "gather"})
     with pytest.raises(ConfigError) as refusal:

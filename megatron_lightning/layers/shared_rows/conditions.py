@@ -85,6 +85,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def plain_attributes(model: nn.Module) -> dict[str, object]:
+    """Return path of an attribute -> value of the public numbers, names and switches of all
+    modules, by which code chooses what it computes.
+    """
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str) and not name.startswith("_")
+    }
+
+
 def dropout_of(module: nn.Module) -> float:
     """Return the largest dropout in a module, of dropout layers or of rates by their names."""
     children = list(module.modules())

@@ -25,6 +25,7 @@ from megatron_lightning.layers.shared_rows.conditions import (
     exact_products,
     has_16_bits,
     is_close,
+    plain_attributes,
     small_windows,
 )
 from megatron_lightning.layers.shared_rows.kinds import check_patterns, kinds_for
@@ -211,6 +212,7 @@ class SharedRows:
             small_windows(model),
             exact_products(),
         ):
+            before = plain_attributes(model)
             probe = Probe(model, length, self.ranks, self._agree, self._kinds_for)
             findings = probe.run(lambda: call(_SEEDS[0]))
             expected = call(_SEEDS[1])
@@ -218,6 +220,7 @@ class SharedRows:
             # An error on one stage would leave the others waiting.
             documents = () if run is not None else (call.alone, call.packed)
             alone, together = (*(tried(c, _SEEDS[1])[0] for c in documents), None, None)[:2]
+            self._check_unchanged(model, before)
             self._bind(model, findings)
             check_patterns(self.mixers, self.kinds)
             self._is_probed = True
@@ -231,6 +234,24 @@ class SharedRows:
     def _kinds_for(self, path: str) -> Sequence[type[SharedMixer]]:
         """Return the ways to try for a module."""
         return kinds_for(self.mixers, path)
+
+    def _check_unchanged(self, model: nn.Module, before: Mapping[str, object]) -> None:
+        """Check that short rows have not switched a model to other code. A collective.
+
+        Raises:
+            ConfigError: If an attribute of a module has changed since ``before``.
+        """
+        now = plain_attributes(model)
+        changes = [name for name, value in before.items() if now.get(name) != value]
+        if not self._agree_on_stages(not changes):
+            path = changes[0] if changes else "a module of another stage"
+            raise ConfigError(
+                f"{path} of {type(model).__name__} was {before.get(path)!r} and is "
+                f"{now.get(path)!r} after a call with short rows, by which ranks that share rows "
+                "find what mixes tokens: longer rows run other code, which they would not see. "
+                "Set it in the model's configuration to a value that calls do not change, or "
+                "context_parallel_size to 1."
+            )
 
     def _bind(self, model: nn.Module, findings: Findings) -> None:
         for block in findings.blocks:
