@@ -117,20 +117,50 @@ def _with_found_mixers(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
     step.
 
     Raises:
-        ConfigError: If the model takes other rows than those of text.
+        ConfigError: If the model cannot share rows, see :func:`_check_rows`.
     """
-    own: Any = model
-    if own.config.get_text_config() is not own.config or own.main_input_name != "input_ids":
-        raise ConfigError(
-            f"{type(model).__name__} takes other rows beside those of text, and context-parallel "
-            "ranks share rows of text. Set context_parallel_size to 1, or use a model with cp2 in "
-            "docs/hf_coverage.md."
-        )
+    _check_rows(model)
     return plan | ShardingPlan(
         modules={"": FoundMixers(also=plan.style_of(""))},
         sequence_dim=plan.sequence_dim,
         positions="",
     )
+
+
+def _check_rows(model: nn.Module) -> None:
+    """Check what a short row does not show, or shows only when processes run.
+
+    Raises:
+        ConfigError: If the model takes other rows than those of text, has experts with a capacity,
+            or drops attention weights.
+    """
+    own: Any = model
+    config, name = own.config, type(model).__name__
+    has_parts = config.get_text_config() is not config
+    if has_parts and config.is_encoder_decoder and own.main_input_name == "input_ids":
+        raise ConfigError(
+            f"{name} has a decoder with a configuration of its own, and ranks that share rows know "
+            "encoder-decoders with one configuration (T5, BART). Set context_parallel_size to 1, "
+            "or use such a model."
+        )
+    if has_parts or own.main_input_name != "input_ids":
+        raise ConfigError(
+            f"{name} takes other rows beside those of text, and context-parallel ranks share rows "
+            "of text. Set context_parallel_size to 1, or use a model with cp2 in "
+            "docs/hf_coverage.md."
+        )
+    if any(hasattr(owner, "expert_capacity") for owner in (config, *model.modules())):
+        raise ConfigError(
+            f"{name} has experts with a capacity (expert_capacity), which drop tokens by those "
+            "before them in the row, and ranks that share rows would count those of their part. "
+            "Set context_parallel_size to 1, or use a model whose experts take every token."
+        )
+    if rate := getattr(config, "dropout_rate", 0):
+        raise ConfigError(
+            f"{name} has dropout_rate={rate} in its configuration, which drops attention weights "
+            "too, and ranks that share rows would drop different ones. Set dropout_rate to 0, or "
+            "context_parallel_size to 1."
+        )
 
 
 def takes_images(model: nn.Module) -> bool:

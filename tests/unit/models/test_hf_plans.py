@@ -225,7 +225,7 @@ def test_other_models_with_images_are_refused_on_ranks_that_share_rows() -> None
 def test_an_encoder_beside_a_decoder_has_full_rows() -> None:
     """Decoders share rows; stages, sources that are cut and labels that are shifted are refused."""
     sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1}
-    config = transformers.T5Config(**sizes, num_heads=2)
+    config = transformers.T5Config(**sizes, num_heads=2, dropout_rate=0.0)
     model: Any = transformers.T5ForConditionalGeneration(config)
     plan = with_context(model, ShardingPlan(modules={}, sequence_dim=1))
     shared = plan.style_of("")
@@ -242,6 +242,24 @@ def test_an_encoder_beside_a_decoder_has_full_rows() -> None:
     model.main_input_name = "input_features"
     with pytest.raises(ConfigError, match="takes other rows beside those of text"):
         with_context(model, ShardingPlan(modules={}, sequence_dim=1))
+
+
+def test_what_short_rows_do_not_show_of_a_model_is_refused_by_name() -> None:
+    """Before processes start: dropout, capacities of experts, a decoder of its own."""
+    plan = ShardingPlan(modules={}, sequence_dim=1)
+    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1}
+    config = transformers.T5Config(**sizes, num_heads=2)
+    with pytest.raises(ConfigError, match=r"dropout_rate=0\.1 .* Set dropout_rate to 0"):
+        with_context(transformers.T5ForConditionalGeneration(config), plan)
+    few = {"num_heads": 2, "num_experts": 2, "num_sparse_encoder_layers": 1}
+    experts = transformers.SwitchTransformersConfig(**sizes, **few, dropout_rate=0.0)
+    with pytest.raises(ConfigError, match=r"a capacity \(expert_capacity\)"):
+        with_context(transformers.SwitchTransformersForConditionalGeneration(experts), plan)
+    small = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}
+    parts = [transformers.BertConfig(**small, num_attention_heads=2) for _ in range(2)]
+    both = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    with pytest.raises(ConfigError, match="a decoder with a configuration of its own"):
+        with_context(transformers.EncoderDecoderModel(both), plan)
 
 
 @pytest.mark.parametrize(

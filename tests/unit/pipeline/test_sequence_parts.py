@@ -207,8 +207,8 @@ def test_dealt_ranks_compute_as_many_pairs(num_ranks: int) -> None:
 
 def test_short_chunks_are_not_made() -> None:
     numbers = {
-        256: [2], 1024: [4], 2048: [8], 2056: [2], 3484: [2, 13], 4096: [8, 16],
-        6000: [6, 15, 20], 10000: [5, 10, 25], 32768: [8, 16, 32],
+        256: [2], 1024: [4], 2048: [8], 2056: [2], 4096: [8, 16],
+        5896: [2, 11, 22], 6000: [6, 15, 20], 10000: [5, 10, 25], 32768: [8, 16, 32],
     }  # fmt: skip
     assert {length: chunk_numbers(length, 4) for length in numbers} == numbers
 
