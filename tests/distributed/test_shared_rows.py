@@ -406,6 +406,14 @@ def test_a_model_that_short_rows_switch_to_other_code_is_refused() -> None:
         shared.find(transformers.BigBirdForMaskedLM(config))
 
 
+def test_a_decoder_without_tokens_is_refused() -> None:
+    """BART makes them of its source, whose rows are full."""
+    group = AxisGroup("cp", (0,), 0, None)
+    shared = entry.SharedRows(SharingRanks(group, RingAttention(group)), (group,), "auto")
+    with pytest.raises(ConfigError, match="called without decoder_input_ids"):
+        shared._full(_bart(), {"input_ids": torch.zeros(2, 12)}, 16)
+
+
 def _kinds_that_are_set() -> tuple[list[str], str]:
     shared = _shared(_made(_gemma), {"model.layers.0.*": "rows", "**.self_attn": "gather"})
     with pytest.raises(ConfigError) as refusal:

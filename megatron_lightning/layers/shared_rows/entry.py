@@ -140,6 +140,11 @@ class SharedRows:
                 f"{', '.join(names.rows + names.source)} alone. Leave it out, or set "
                 "context_parallel_size to 1."
             )
+        if all(given.get(key) is None for key in (names.tokens, names.embeddings)):
+            raise ConfigError(
+                f"{name} was called without {names.tokens}, of whose rows ranks have a part, and "
+                "would make tokens of other rows. Pass them, declared in sequence_dims."
+            )
         part_length = length // self.ranks.group.size
         _check_source(name, {key: given.get(key) for key in names.source}, part_length)
         for key in names.rows:
