@@ -183,6 +183,8 @@ class ProcessGroups:
         if not self._separated:
             self._separated = True
             self.streams = ReplicaStreams(self._device)
+            # Context-parallel ranks draw alike: they skip the same layers (LayerDrop), and an
+            # encoder that each of them runs on full rows is the same.
             self.streams.separate(self.context.dp.rank, self.context.dp.size)
 
     def current_watch(self) -> FailureWatch | None:
