@@ -48,12 +48,9 @@ class MaskedLanguageModule(FolderModule):
     """
 
     sequence_dims: ClassVar[Mapping[str, int]] = dict.fromkeys(
-        (
-            "text", "types", "labels", "padding_mask", "loss_mask", "text_enc", "enc_mask",
-            "text_dec", "dec_mask",
-        ),
-        1,
-    )  # fmt: skip
+        ("text", "types", "labels", "padding_mask", "loss_mask", "text_dec", "dec_mask"), 1
+    )
+    """Ranks that share sequences give an encoder its full rows (``text_enc``, ``enc_mask``)."""
 
     def __init__(
         self,

@@ -34,6 +34,7 @@ MODELS = {"bert": BERT, "t5": T5}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2, "micro_batch_size": 2},
+    "cp2": {"context_parallel_size": 2},
     "dp2": {},
     "zero1": {"data_parallel": "zero1", "micro_batch_size": 2},
     "fsdp": {"data_parallel": "fsdp", "micro_batch_size": 1},
@@ -94,6 +95,7 @@ def fit(
         // (
             layout.get("tensor_model_parallel_size", 1)
             * layout.get("pipeline_model_parallel_size", 1)
+            * layout.get("context_parallel_size", 1)
         )
     )
     module, data = module_of(kind), data_of(folder, kind, BATCH // replicas)
@@ -117,8 +119,8 @@ def fits(folder: Path, kind: str, names: list[str]) -> dict[str, Any]:
     ("kind", "layouts"),
     [
         ("bert", ["pp2", "zero1"]),
-        ("t5", ["fsdp"]),
-        pytest.param("bert", list(LAYOUTS), marks=pytest.mark.slow),
+        ("t5", ["fsdp", "cp2"]),
+        pytest.param("bert", [name for name in LAYOUTS if name != "cp2"], marks=pytest.mark.slow),
         pytest.param("t5", list(LAYOUTS), marks=pytest.mark.slow),
     ],
 )
