@@ -47,7 +47,8 @@ def _is_cut(spec: ShardSpec, recipe: FP8Recipe) -> bool:
         return False
     block = block_of(recipe, "weight")
     for dim, size in ((-1, block.columns), (-2, block.rows)):
-        own = sum(box.shape[dim] for box in spec.boxes)
+        # Gate and up rows of a rank are two boxes with the same columns.
+        own = sum(shape for _, shape in {(box.offset[dim], box.shape[dim]) for box in spec.boxes})
         edges = (n for box in spec.boxes for n in (box.offset[dim], box.shape[dim]))
         if own != spec.global_shape[dim] and (size is None or any(n % size for n in edges)):
             return True
