@@ -100,11 +100,20 @@ def main(args: Sequence[str] | None = None) -> None:
         if is_first and not _was_printed(error):
             message = in_one_line(str(error))
             print(f"megatron-lightning: error: {message}", file=sys.stderr, flush=True)
-            if "--json" in arguments and not isinstance(error, ReportedError):
+            if _asks_for_json(arguments) and not isinstance(error, ReportedError):
                 print(json.dumps({"errors": [message]}))
         raise SystemExit(WRONG_CONFIGURATION) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None  # as a shell reports Ctrl-C, without a traceback
+
+
+def _asks_for_json(arguments: Sequence[str]) -> bool:
+    """Return whether a command prints JSON: ``--json``, alone or with a value."""
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        option, _, value = word.partition("=")
+        if option == "--json":
+            return (value or following).lower() != "false"
+    return False
 
 
 def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> LightningCLI:

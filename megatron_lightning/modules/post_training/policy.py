@@ -8,7 +8,6 @@ accumulated batches and ranks has the same gradient.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from math import lcm
 from typing import Any, ClassVar
@@ -173,8 +172,9 @@ class PolicyModule(ReferencedModule):
         if self._generation is None or self._generation.number != number:
             self._generation = self._begun(number)
         values = self._generation.statistics()
-        # Lightning repeats the last value of a name that a step does not log.
-        gone = {n: 0.0 if "_failures/" in n else math.nan for n in self._logged - values.keys()}
+        # Lightning repeats the last value of a name that a step does not log. 0, as statistics have
+        # for what no row has: EarlyStopping ends a fit by a value that is not finite.
+        gone = dict.fromkeys(self._logged - values.keys(), 0.0)
         self._logged |= values.keys()
         for name, value in (gone | values).items():
             self.log(name, value, sync_dist=True, prog_bar=name == "reward")

@@ -20,13 +20,14 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 
 import megatron_lightning
+from megatron_lightning import cli_trainer
 from megatron_lightning.checkpoint import open_checkpoint, save_sharded
 from megatron_lightning.checkpoint.format.class_paths import check_classes
 from megatron_lightning.cli import main, trainer_cli
 from megatron_lightning.cli_parser import in_one_line
 from megatron_lightning.data.indexed.indexed_files import IndexedDatasetWriter
 from megatron_lightning.data.text.preprocess import preprocess
-from megatron_lightning.errors import CheckpointError
+from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.models import RopeScaling
 from megatron_lightning.modules import GPTLightningModule, PretrainDataModule
 from megatron_lightning.strategies import MegatronStrategy
@@ -155,6 +156,41 @@ def test_no_command_is_an_error_with_the_list(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as exit_:
         main([])
     assert exit_.value.code == 2 and "preprocess" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "is_json"),
+    [
+        ("--json=true", True), ("--json true", True), ("--json", True), ("--json --wrong 1", True),
+        ("--json=false", False), ("--json false", False), ("", False),
+    ],
+)  # fmt: skip
+def test_an_error_is_json_for_scripts(
+    words: str, is_json: bool, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    def fails(*_: Any) -> None:
+        raise ConfigError("no model")
+
+    monkeypatch.setattr("megatron_lightning.cli._run", fails)
+    with pytest.raises(SystemExit):
+        main(["evaluate", *words.split()])
+    assert capsys.readouterr().out == ('{"errors": ["no model"]}\n' if is_json else "")
+
+
+def test_only_the_command_that_runs_has_options(config: str) -> None:
+    """The options of each take a tenth of a second. Lightning's hook for it is private."""
+    made: list[Any] = []
+    add = cli_trainer.MegatronCLI.add_arguments_to_parser
+
+    def count(self: Any, parser: Any) -> None:
+        made.append(parser)
+        add(self, parser)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli_trainer.MegatronCLI, "add_arguments_to_parser", count)
+        patch.setattr(cli_trainer.MegatronCLI, "_run_subcommand", lambda *_: None)
+        trainer_cli(["fit", "--config", config])
+    assert len(made) == 1
 
 
 def test_a_value_of_the_strategy_is_set_over_the_file(config: str) -> None:

@@ -30,6 +30,7 @@ from megatron_lightning.modules import (
 )
 from megatron_lightning.modules.post_training import sampling
 from megatron_lightning.modules.post_training.episodes import Episode, Episodes, _reset, _turn_of
+from megatron_lightning.modules.post_training.policy import PolicyModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.chats import CHATML, make_tokenizer, write_rows
 from tests.helpers.layouts import PP, TP, tiny_config
@@ -381,6 +382,22 @@ def test_a_weighed_reward_may_be_missing(tmp_path: Path, monkeypatch: pytest.Mon
     assert "reward_weights has rare, and no row" in said[0]
     [file] = _files(tmp_path)
     assert all(row.rewards["rare"] is None for row in file.rows)
+
+
+def test_a_statistic_that_a_generation_lacks_is_finite() -> None:
+    """EarlyStopping ends a fit by another one, and Lightning would repeat the last."""
+    logged: dict[str, float] = {}
+    rows = SimpleNamespace(texts=(), rows=())
+    generation = SimpleNamespace(
+        number=1, statistics=lambda: {"reward": 0.5}, texts_of=list, rows=rows
+    )
+    module = SimpleNamespace(
+        _data=SimpleNamespace(number_of=lambda *_: 1), current_epoch=0, _generation=generation,
+        _logged={"reward/rare"}, log=lambda name, value, **_: logged.update({name: value}),
+        context=None, _batch_of=lambda *_: {},
+    )  # fmt: skip
+    PolicyModule._rows_of(module, {"places": torch.tensor([[1, 0]])})  # type: ignore[arg-type]
+    assert logged == {"reward/rare": 0.0, "reward": 0.5}
 
 
 def test_turns_have_draws_of_their_own() -> None:
