@@ -41,13 +41,14 @@ def next_logged_step(trainer: pl.Trainer) -> int:
     """Return the step number of the first values logged by a starting fit.
 
     A save in the middle of an epoch has not counted the current step. The loop adds this step when
-    the loop begins.
+    the loop begins, or, of a save in a validation, where that validation would follow.
     """
     loop = trainer.fit_loop.epoch_loop
+    repeats_validation = not loop._num_ready_batches_reached() and is_validation_due(trainer)
     is_uncounted = (
         loop.restarting
         and not loop._should_accumulate()
-        and (loop.restarted_on_train_batch_end or not loop.restarted_on_last)
+        and (loop.restarted_on_train_batch_end or not loop.restarted_on_last or repeats_validation)
     )
     return int(loop._batches_that_stepped) + is_uncounted
 

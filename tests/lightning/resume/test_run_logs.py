@@ -40,6 +40,11 @@ class _Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-3)
 
 
+class _Validated(_Module):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val", self(batch).square().mean())
+
+
 def _fit(
     root: Path,
     steps: int,
@@ -115,6 +120,32 @@ def test_branches_from_one_checkpoint_keep_all_rows(
     assert (tmp_path / "lightning_logs/version_0/hparams.yaml.behind-2").read_text() == "width: 1\n"
     _fit(tmp_path, 3, path=begin)
     assert _logs(tmp_path) == {log: [0, 1, 2], **first, f"{log}.behind-2.2": [2, 3]}
+
+
+def test_a_validation_that_saved_keeps_its_values(tmp_path: Path) -> None:
+    """The save in the validation behind step 4 has not counted that step."""
+
+    def fit(max_steps: int) -> None:
+        save = ModelCheckpoint(tmp_path / "saved", monitor="val", save_last=True)
+        trainer = pl.Trainer(
+            strategy=MegatronStrategy(),
+            accelerator="cpu",
+            devices=1,
+            max_steps=max_steps,
+            val_check_interval=4,
+            callbacks=[save],
+            logger=CSVLogger(tmp_path, version=0),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            log_every_n_steps=4,
+        )
+        loader = DataLoader(TensorDataset(torch.arange(16.0)[:, None]), batch_size=1)
+        trainer.fit(_Validated(), loader, loader, ckpt_path="last")
+
+    fit(4)
+    assert _logs(tmp_path) == {"version_0/metrics.csv": [3, 3]}
+    fit(8)
+    assert _logs(tmp_path) == {"version_0/metrics.csv": [3, 3, 7, 7]}
 
 
 def test_a_stale_requeue_checkpoint_leaves_logs_alone(tmp_path: Path) -> None:
