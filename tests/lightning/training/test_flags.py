@@ -192,7 +192,7 @@ def _plateau(layout: Layout, folder: str) -> list[float]:
     return rates
 
 
-@pytest.mark.slow
+@pytest.mark.spread(1)
 @layouts(PP2, DP2, PP2_DP2, MICRO)
 def test_reduce_on_plateau(layout: Layout, tmp_path: Path) -> None:
     expected = single(_plateau)
@@ -234,7 +234,7 @@ def _two_loaders(layout: Layout, folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.spread(1)
 @layouts(PP2, DP2, PP2_DP2)
 def test_two_validation_loaders(layout: Layout, tmp_path: Path) -> None:
     expected = single(_two_loaders)
@@ -349,7 +349,7 @@ def _twice(layout: Layout, folder: str) -> list[dict[str, float]]:
     return metrics
 
 
-@pytest.mark.slow
+@pytest.mark.spread(1)
 @layouts(PP2_DP2, DP2, TP2_PP2)
 def test_a_deterministic_run_has_the_same_bits_twice(layout: Layout, tmp_path: Path) -> None:
     for first, second in run(layout, _twice, tmp_path):
