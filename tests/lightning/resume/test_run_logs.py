@@ -135,6 +135,7 @@ def test_a_validation_that_saved_keeps_its_values(tmp_path: Path) -> None:
             val_check_interval=4,
             callbacks=[save],
             logger=CSVLogger(tmp_path, version=0),
+            default_root_dir=tmp_path,
             enable_progress_bar=False,
             enable_model_summary=False,
             log_every_n_steps=4,
