@@ -298,8 +298,8 @@ class QuantizedFolder(FolderTensors):
         recipe, amax = self._recipes[path], self._shared_amax(path)
         if recipe.trained is not None:
             return trained_codes(weight, recipe.trained, amax)
-        if path in self._fixed.moments:
-            return gptq_codes(weight, recipe.form, self._fixed.moments[path]())
+        if path in self._fixed.factors:
+            return gptq_codes(weight, recipe.form, self._fixed.factors[path]())
         return encode(weight, recipe.form, amax, fit=recipe.fit)
 
     def _shared_amax(self, path: str) -> Tensor | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import NamedTuple, Self
 
@@ -17,6 +17,7 @@ from megatron_lightning.bridge.gpt import GPTFolder
 from megatron_lightning.bridge.low_bit.stacks import parts_of
 from megatron_lightning.bridge.pruning.statistics import Statistics
 from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.precision.served.gptq import factor
 from megatron_lightning.precision.served.input_scales import completed
 
 _WEIGHT = ".weight"
@@ -33,8 +34,8 @@ class FixedScales(NamedTuple):
     """Layers of experts that no token reached, with the largest amax of the layer's experts."""
     cache: Mapping[str, tuple[float, float]] = MappingProxyType({})
     """Path of an attention in the folder -> amax of its keys, behind rotary, and of its values."""
-    moments: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})
-    """Path of a layer in the folder -> returns the second moments of its inputs."""
+    factors: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})
+    """Path of a layer in the folder -> returns the factor of its inputs' second moments."""
     unseen: tuple[str, ...] = ()
     """Layers without second moments, whose codes are found without."""
 
@@ -141,8 +142,15 @@ class CalibratedFolder:
     def _with_moments(self, fixed: FixedScales, paths: Iterable[str]) -> FixedScales:
         own = {path: self._parameters.get(f"{path}{_WEIGHT}", "") for path in paths}
         own = {path: parameter.removesuffix(_WEIGHT) for path, parameter in own.items()}
+
+        # Of an attention's inputs and its output's: q, k and v, which the folder has apart, or gate
+        # and up, share a factor.
+        @lru_cache(2)
+        def factor_of(owner: str) -> Tensor:
+            return factor(self._statistics.moments(owner))
+
         found = {
-            path: partial(self._statistics.moments, owner)
+            path: partial(factor_of, owner)
             for path, owner in own.items()
             if self._statistics.has_moments(owner)
         }
@@ -152,7 +160,7 @@ class CalibratedFolder:
                 "LayerStatistics(path, second_moments=True)."
             )
         unseen = tuple(path for path in own if path not in found)
-        return fixed._replace(moments=found, unseen=unseen)
+        return fixed._replace(factors=found, unseen=unseen)
 
     def _owners(self, stacks: Iterable[str]) -> dict[str, str]:
         """Return path of a layer in the folder -> path in the ``GPTModel``."""

@@ -26,18 +26,15 @@ _DAMPINGS = (0.01, 0.1, 1.0)
 
 
 @torch.no_grad()
-def gptq_codes(weight: Tensor, form: ServedFormat, moments: Tensor) -> Encoded:
+def gptq_codes(weight: Tensor, form: ServedFormat, upper: Tensor) -> Encoded:
     """Return codes and scales of a weight [R, C].
 
     Args:
         weight: The weight.
         form: int4. A scale is chosen by the largest value, when its columns' turn has come.
-        moments: H [C, C] of the layer's inputs.
-
-    Raises:
-        CheckpointError: If H is not that of inputs.
+        upper: U [C, C] of the layer's inputs.
     """
-    weight, upper = weight.float().clone(), _factor(moments)
+    weight = weight.float().clone()
     size, columns = form.block.columns or weight.shape[1], weight.shape[1]
     largest = LARGEST_INTEGER[form.name]
     codes, scales = torch.empty_like(weight), []
@@ -55,16 +52,20 @@ def gptq_codes(weight: Tensor, form: ServedFormat, moments: Tensor) -> Encoded:
     return Encoded(codes, torch.cat(scales, -1), None)
 
 
-def _factor(moments: Tensor) -> Tensor:
-    """Return U of damped moments."""
+def factor(moments: Tensor) -> Tensor:
+    """Return U of damped H [C, C], in fp32.
+
+    Raises:
+        CheckpointError: If H is not that of inputs.
+    """
     moments = moments.double()
     diagonal = moments.diagonal()
     unseen = (diagonal == 0).double()  # an input that was always 0 makes up for none
     for damping in _DAMPINGS:
         damped = moments + torch.diag(damping * diagonal.mean() + unseen)
-        factor, problem = torch.linalg.cholesky_ex(damped)
-        if not int(problem) and bool(factor.isfinite().all()):
-            upper: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True)
+        lower, problem = torch.linalg.cholesky_ex(damped)
+        if not int(problem) and bool(lower.isfinite().all()):
+            upper: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
             return upper.float()
     raise CheckpointError(
         f"the second moments {list(moments.shape)} of a layer's inputs are not positive definite: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron_lightning.bridge import AutoBridge, commands
+from megatron_lightning.bridge.low_bit import fixed_scales
 from megatron_lightning.bridge.low_bit.schemes import Recipe, config_entry
 from megatron_lightning.bridge.pruning.statistics import Statistics
 from megatron_lightning.callbacks.statistics.sums import Division, LayerSums
@@ -143,7 +145,10 @@ def test_codes_by_second_moments_lose_less(
     commands.export(str(folder), str(tmp_path / "max"), **options)
     capsys.readouterr()
     found = str(tmp_path / "file")
-    commands.export(str(folder), str(tmp_path / "gptq"), statistics=found, **gptq)
+    with mock.patch.object(fixed_scales, "factor", wraps=fixed_scales.factor) as factored:
+        commands.export(str(folder), str(tmp_path / "gptq"), statistics=found, **gptq)
+    # Once for q, k and v, the output, gate and up, down; the second layer has experts.
+    assert factored.call_count == 4 + 2
     assert "12 layers without second moments, such as experts" in capsys.readouterr().out
     expected = _logits(folder)
     errors = [float((_logits(tmp_path / n) - expected).square().mean()) for n in ("max", "gptq")]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.precision.served.gptq import gptq_codes
+from megatron_lightning.precision.served.gptq import factor, gptq_codes
 from megatron_lightning.precision.served.values import Encoded, ServedFormat, encode
 
 FORM = ServedFormat.of("int4", 32)
@@ -42,7 +42,7 @@ def _loss(encoded: Encoded, weight: Tensor, inputs: Tensor) -> float:
 def test_columns_make_up_for_the_errors_of_earlier_ones() -> None:
     inputs, weight = _inputs(), torch.randn(48, 96, generator=torch.Generator().manual_seed(1))
     moments = inputs.t() @ inputs
-    found = gptq_codes(weight, FORM, moments)
+    found = gptq_codes(weight, FORM, factor(moments))
     expected = _eliminated(weight, moments)
     assert float((found.values(FORM) == expected).float().mean()) > 0.999
     assert torch.equal(found.values(FORM), found.values(FORM).bfloat16().float())
@@ -52,6 +52,6 @@ def test_columns_make_up_for_the_errors_of_earlier_ones() -> None:
 
 def test_damaged_moments_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"second moments \[96, 96\].*not positive definite"):
-        gptq_codes(torch.randn(48, 96), FORM, -torch.eye(96))
+        factor(-torch.eye(96))
     with pytest.raises(CheckpointError, match="not positive definite"):
-        gptq_codes(torch.randn(48, 96), FORM, torch.full((96, 96), torch.nan))
+        factor(torch.full((96, 96), torch.nan))
