@@ -104,6 +104,13 @@ def add(
         f"{json.dumps(name)}: {json.dumps({k: v for k, v in each._asdict().items() if v})}"
         for name, each in record.items()
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
+    replace(path, "{\n " + ",\n ".join(lines) + "\n}\n")
     return record
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file beside ``path``, and rename it: a cut leaves the file before or after."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(".part")
+    written.write_text(text)
+    written.replace(path)

@@ -31,6 +31,7 @@ from benchmarks.gpu import bundles, jobs, probe
 from benchmarks.gpu.budget import Kept, Workers, spend
 from benchmarks.gpu.cases import CASES, record_of, run_items, write
 from benchmarks.gpu.record import RunRecord
+from megatron_lightning.errors import DataError
 
 BUDGET = "450s"
 """Less than 8 minutes, since the last measurement may take longer than expected."""
@@ -110,6 +111,10 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     for each in options.earlier:
         if not each.is_file():
             parser.error(f"--continue: there is no file {each}")
+        try:
+            RunRecord(each, {}, each)
+        except (DataError, KeyError, TypeError) as error:
+            parser.error(f"--continue: {each} is no record of a run: {error!s}")
     if options.case is not None and options.case not in CASES:
         parser.error(f"there is no case {options.case!r}; set --case to one of {', '.join(CASES)}.")
 

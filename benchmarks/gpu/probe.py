@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import machine
+from benchmarks.gpu.worker import end_with_parent
 
 CHOICE = "TWO_RANKS_A_GPU"
 """Variable that the tests of several ranks read: ``nccl``, or ``gloo``."""
@@ -70,17 +71,20 @@ def _try(env: Mapping[str, str], backend: str, limit_s: float) -> tuple[list[str
             with path.open("w") as out:
                 ranks.append(
                     subprocess.Popen(
-                        command, cwd=machine.ROOT, env={**os.environ, **env}, stdout=out, stderr=out
+                        command, cwd=machine.ROOT, env={**os.environ, **env}, stdout=out,
+                        stderr=out, start_new_session=True,
                     )
-                )
-        codes = [rank.poll() for rank in ranks]
-        # A rank whose peer has failed would wait.
-        while None in codes and not any(codes) and time.monotonic() < deadline:
-            time.sleep(0.05)
+                )  # fmt: skip
+        try:
             codes = [rank.poll() for rank in ranks]
-        for process in ranks:
-            process.kill()
-            process.wait()
+            # A rank whose peer has failed would wait.
+            while None in codes and not any(codes) and time.monotonic() < deadline:
+                time.sleep(0.05)
+                codes = [rank.poll() for rank in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
         texts = [path.read_text() for path in files]
     works = [work for work in WORKS if all(f"{work}: works" in text for text in texts)]
     if works == [*WORKS]:
@@ -123,6 +127,7 @@ def exchange(device: torch.device) -> list[str]:
 
 def main(rank: int, folder: str, backend: str) -> None:
     """Be one of two ranks."""
+    end_with_parent()
     store = dist.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT_S)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
+from benchmarks import machine, outcomes
 from benchmarks.outcomes import Outcome
 from megatron_lightning.cards.header import read_record, with_header
 
@@ -119,11 +119,8 @@ def outcome_of(outcome: str, header: Mapping[str, Any], seconds: float) -> Outco
 
 
 def replace(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON beside ``path``, and rename it: a cut leaves the file before or after."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_suffix(".part")
-    written.write_text(json.dumps(content, indent=1, default=str) + "\n")
-    written.replace(path)
+    """Write JSON as :func:`benchmarks.outcomes.replace` does."""
+    outcomes.replace(path, json.dumps(content, indent=1, default=str) + "\n")
 
 
 def plain(numbers: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,16 @@
 
 It sends the :class:`Names` of all jobs first. Then each name that it receives is run, and answered
 with a :class:`Result`. None, or the end of the pipe, ends it. Imports and the compiler's caches are
-paid once; a process that hangs is replaced (:mod:`benchmarks.gpu.pool`).
+paid once; a process that hangs is replaced (:mod:`benchmarks.gpu.pool`). One whose starter was
+killed ends at once, with its ranks, which would keep the GPU's memory.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
@@ -19,6 +23,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.jobs import Names, Result
+
+_WATCH_S = 0.5
 
 
 class _Told:
@@ -112,8 +118,21 @@ def measure_cases(pipe: Connection) -> None:
         pipe.send(Result(outcome, time.perf_counter() - begin, text, numbers))
 
 
+def end_with_parent() -> None:
+    """Kill this process and its session's group when the process that started it has ended."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_S)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main(arguments: list[str]) -> int:
     """Serve one pipe."""
+    end_with_parent()
     pipe, kind, *others = Connection(int(arguments[0])), *arguments[1:]
     if kind == "cases":
         measure_cases(pipe)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,6 +226,28 @@ def test_jobs_are_left_when_no_worker_can_begin(monkeypatch: pytest.MonkeyPatch)
     assert caught.value.left == waiting[2:]
 
 
+ORPHANS = """
+import os, time
+from benchmarks.gpu import worker
+
+if os.fork():
+    time.sleep(0.5)
+    os._exit(9)  # as if killed
+os.setsid()
+worker.end_with_parent()
+os.fork()  # a rank
+time.sleep(600)
+"""
+
+
+def test_a_worker_and_its_ranks_end_with_a_killed_starter() -> None:
+    # The output stays open as long as one of them lives.
+    found = subprocess.run(
+        [sys.executable, "-c", ORPHANS], cwd=machine.ROOT, stdout=subprocess.PIPE, timeout=20
+    )
+    assert found.returncode == 9
+
+
 def test_an_odd_result_does_not_end_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -287,9 +311,12 @@ def test_the_command_checks_its_options_and_probes_before_it_runs(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machine, "describe", lambda: {"date": "2026-11-29T10:00:00"})
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    cut = tmp_path / "cut.json"
+    cut.write_text('{"header": {"schema": 1,')
     for wrong, text in (
         (["--budget", "now"], "'now' is no positive time"),
         (["--continue", str(tmp_path / "none")], "there is no file"),
+        (["--continue", str(cut)], "cut.json is no record of a run: "),
         (["--case", "sleep"], "there is no case 'sleep'"),
     ):
         with pytest.raises(SystemExit, match="2"):
