@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lightning.data.chat.conversations import REASONING, SYSTEM_ROLES, THOUGHT, Chat
+from megatron_lightning.data.chat.conversations import REASONING, THOUGHT, Chat
+from megatron_lightning.data.chat.row_values import SYSTEM_ROLES
 from megatron_lightning.errors import DataError
 
 DROPPABLE = ("tools", "functions", "system", "tool_calls", "function_call", "refusal", *REASONING)

@@ -31,10 +31,20 @@ from megatron_lightning.data.chat.chat_view import (
     Rendered,
     Span,
     UnwrittenField,
-    num_images_in,
 )
-from megatron_lightning.data.chat.conversations import ASSISTANT, THOUGHT, Chat
+from megatron_lightning.data.chat.conversations import Chat
 from megatron_lightning.data.chat.marked_templates import marks_of
+from megatron_lightning.data.chat.message_forms import (
+    as_it_is,
+    begins_with_answer,
+    check_images,
+    in_parts,
+    unplaced,
+    unwritten,
+    with_placeholders,
+    with_text_arguments,
+)
+from megatron_lightning.data.chat.row_values import ASSISTANT
 from megatron_lightning.data.images.image_parts import IMAGE
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.optional import require
@@ -192,7 +202,7 @@ class ChatTemplate:
         messages = [
             _with_reasoning(chat, index, options.reasoning) for index in range(len(chat.messages))
         ]
-        _check_images(chat, messages)
+        check_images(chat, messages)
         form, full = self._readable(chat, messages)
         self._check_tools(chat, [form(message) for message in messages], full)
         view = ChatView(self, chat, messages, form, full)
@@ -216,16 +226,16 @@ class ChatTemplate:
             DataError: If the template writes neither form.
         """
         refusals, missing = [], None
-        forms: tuple[Form, ...] = (_as_it_is, _in_parts())
+        forms: tuple[Form, ...] = (as_it_is, in_parts())
         if chat.images:
-            forms = (_in_parts(chat.images[0].kind), _with_placeholders(chat.placeholder))
+            forms = (in_parts(chat.images[0].kind), with_placeholders(chat.placeholder))
         for form in forms:
             try:
                 rendered = self.render(chat, [form(message) for message in messages])
             except DataError as error:
                 refusals.append(error)
                 continue
-            fault = _unwritten(messages, rendered[0]) or _unplaced(chat, rendered[0])
+            fault = unwritten(messages, rendered[0]) or unplaced(chat, rendered[0])
             if fault is None:
                 return form, rendered
             missing = missing or fault
@@ -282,12 +292,12 @@ class ChatTemplate:
             try:
                 return self._rendered(template, chat, messages, prompt)
             except TypeError:  # a few templates add the arguments of calls to text
-                return self._rendered(template, chat, _with_text_arguments(messages), prompt)
+                return self._rendered(template, chat, with_text_arguments(messages), prompt)
         except (
             TemplateError, TypeError, KeyError, ValueError, IndexError, ArithmeticError,
         ) as error:  # fmt: skip
             said = f"({type(error).__name__}: {error})"
-            if _begins_with_answer(messages):
+            if begins_with_answer(messages):
                 raise DataError(
                     f"{chat.where}: the conversation begins with an answer, and the chat template "
                     f"takes no answer without a question {said}. Write the user's message before "
@@ -338,7 +348,7 @@ class ChatTemplate:
         """Return the text of a conversation with an image, or a sound, in parts."""
         turns = [{"role": "user", "content": f"{IMAGE}a"}, {"role": ASSISTANT, "content": "a"}]
         chat = Chat("a conversation with an image", turns)
-        return self.render(chat, list(map(_in_parts(kind), turns)))[0]
+        return self.render(chat, list(map(in_parts(kind), turns)))[0]
 
     @cached_property
     def behind_answer(self) -> str:
@@ -389,80 +399,3 @@ def _with_reasoning(chat: Chat, index: int, reasoning: Reasoning) -> Mapping[str
     if index in chat.trained:
         check_remains(chat.where, index, message, fields)
     return fields
-
-
-def _as_it_is(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    return message
-
-
-def _in_parts(kind: str = "image") -> Form:
-    def form(message: Mapping[str, Any]) -> Mapping[str, Any]:
-        first, *pieces = (message.get("content") or "").split(IMAGE)
-        parts = [{"type": "text", "text": first}] if first or not pieces else []
-        for piece in pieces:
-            parts += [{"type": kind}, *([{"type": "text", "text": piece}] if piece else [])]
-        return {**message, "content": parts}
-
-    return form
-
-
-def _with_placeholders(placeholder: str) -> Form:
-    def form(message: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**message, "content": (message.get("content") or "").replace(IMAGE, placeholder)}
-
-    return form
-
-
-def _check_images(chat: Chat, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Check that the messages hold the images of the conversation.
-
-    Raises:
-        DataError: If an image has lost its place, or text has the character of one.
-    """
-    num_places = sum(map(num_images_in, messages))
-    if chat.images and num_places != len(chat.images):
-        raise DataError(
-            f"{chat.where}: the messages have {num_places} places for {len(chat.images)} images: "
-            "an image is inside of reasoning or of a message left out by drop_fields, or a text "
-            "has the character U+FDD0, which stands for images here; leave it out"
-        )
-
-
-def _unwritten(messages: Sequence[Mapping[str, Any]], text: str) -> str | None:
-    """Return the first content of a question or an answer missing from ``text``, apart from
-    reasoning.
-    """
-    for number, message in enumerate(messages):
-        content = THOUGHT.sub("", str(message.get("content") or "")).strip()
-        pieces = [piece.strip() for piece in content.split(IMAGE)]
-        if message["role"] in ("user", ASSISTANT) and any(one not in text for one in pieces):
-            return f"the content of message {number}"
-    return None
-
-
-def _unplaced(chat: Chat, text: str) -> str | None:
-    """Return the images of a conversation, if ``text`` has fewer places."""
-    num_places = text.count(chat.placeholder) if chat.placeholder else 0
-    return f"{len(chat.images)} images" if num_places < len(chat.images) else None
-
-
-def _with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages with the arguments of tool calls as JSON text."""
-
-    def call_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
-        function = dict(call.get("function", call))
-        if not isinstance(function.get("arguments"), str | None):
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        return {**call, "function": function} if "function" in call else function
-
-    return [
-        {**message, "tool_calls": [call_of(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
-
-
-def _begins_with_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
-    roles = [message["role"] for message in messages if message["role"] != "system"]
-    return roles[:1] == [ASSISTANT]

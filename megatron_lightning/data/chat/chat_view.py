@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_lightning.data.chat.chat_fields import DROPPABLE, Mark, MarkedMessages, inlined
-from megatron_lightning.data.chat.conversations import ASSISTANT, REASONING, THOUGHT, Chat
+from megatron_lightning.data.chat.conversations import REASONING, THOUGHT, Chat
+from megatron_lightning.data.chat.row_values import ASSISTANT
 from megatron_lightning.data.images.image_parts import IMAGE, ImageSource
 from megatron_lightning.errors import DataError
 

@@ -6,13 +6,25 @@ and ``tools`` beside the messages.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
+from megatron_lightning.data.chat.other_schemas import (
+    alpaca_messages,
+    meant_role,
+    openai_messages,
+    with_system,
+)
+from megatron_lightning.data.chat.row_values import (
+    ASSISTANT,
+    json_of,
+    template_options,
+    text_of,
+    tools_of,
+    turns_of,
+)
 from megatron_lightning.data.images.image_parts import TYPES, ImageSource, RowImages
 from megatron_lightning.data.rows.sources import Row, without_missing
 from megatron_lightning.errors import DataError
@@ -20,24 +32,6 @@ from megatron_lightning.errors import DataError
 PARSER_VERSION = 6
 """Part of the name of cached documents. A change in the rows accepted here, or in the content
 returned for a row, raises the version: a cached file is not parsed again."""
-ASSISTANT = "assistant"
-SYSTEM_ROLES = ("system", "developer")
-_ROLES: Mapping[str, str] = {
-    "human": "user",
-    "user": "user",
-    "gpt": ASSISTANT,
-    "ai": ASSISTANT,
-    "assistant": ASSISTANT,
-    "chatgpt": ASSISTANT,
-    "model": ASSISTANT,
-    "bot": ASSISTANT,
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "function_call": "function_call",
-}
-"""Role of ShareGPT -> role of OpenAI."""
 _SCHEMAS = (
     "messages (OpenAI), conversations (ShareGPT), instruction and output (Alpaca), prompt and "
     "completion, text, or input_ids"
@@ -107,25 +101,19 @@ def parse_row(row: Row) -> Chat | Text | Tokens:
             "fine-tuning would train it. Leave such rows out, or train them by UnpairedDataModule."
         )
     if "messages" in fields:
-        return _chat(row, "messages", _with_system(row, _turns(row, "messages")))
+        return _chat(row, "messages", with_system(row, turns_of(row, "messages")))
     if "conversations" in fields:
         turns = openai_messages(row, "conversations", fields["conversations"])
-        return _chat(row, "conversations", _with_system(row, turns))
+        return _chat(row, "conversations", with_system(row, turns))
     if "instruction" in fields and "output" in fields:
-        return _chat(row, "instruction", _alpaca(row))
+        return _chat(row, "instruction", alpaca_messages(row))
     if "prompt" in fields and "completion" in fields:
         return _completion(row)
     if "text" in fields:
-        return Text(row.where, "", _text(row, "text", fields["text"]))
+        return Text(row.where, "", text_of(row, "text", fields["text"]))
     raise DataError(
         f"{row.where}: the keys {sorted(fields)} are of no known schema; expected {_SCHEMAS}"
     )
-
-
-def _text(row: Row, key: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise DataError(f"{row.where}: {key} is a {type(value).__name__}; it must be text")
-    return value
 
 
 def _chat(row: Row, key: str, messages: Any, answers_from: int = 0) -> Chat:
@@ -146,9 +134,9 @@ def _chat(row: Row, key: str, messages: Any, answers_from: int = 0) -> Chat:
     return Chat(
         row.where,
         made,
-        _tools(row),
+        tools_of(row),
         frozenset(trained),
-        _template_options(row),
+        template_options(row),
         functions,
         nulls,
         images.sources,
@@ -164,7 +152,7 @@ def _check_message(row: Row, index: int, message: Mapping[str, Any]) -> None:
             or assistant, or has capitals or white space beside a known role.
     """
     role = message["role"]
-    meant = _meant_role(role)
+    meant = meant_role(role)
     if meant != role and (meant in ("user", ASSISTANT) or meant == role.strip().lower()):
         raise DataError(
             f"{row.where}: message {index} has the role {role!r}, which templates do not know and "
@@ -177,18 +165,6 @@ def _check_message(row: Row, index: int, message: Mapping[str, Any]) -> None:
             f"{row.where}: message {index} of the role {role!r} has no content, but the keys "
             f"{sorted(message)}; write its text as content"
         )
-
-
-def _meant_role(role: str) -> str:
-    """Return OpenAI's role for another word or spelling. An unknown role may be the template's
-    own.
-    """
-    plain = role.strip().lower()
-    known = _ROLES.get(plain)
-    if known is None and plain in SYSTEM_ROLES:
-        known = plain
-    misspelled = get_close_matches(plain, ("user", ASSISTANT), n=1, cutoff=0.85)
-    return known or next(iter(misspelled), role)
 
 
 def _counts(row: Row, index: int, message: Mapping[str, Any]) -> bool:
@@ -259,7 +235,9 @@ def _call(row: Row, index: int, call: Any) -> dict[str, Any]:
     function = dict(given)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        function["arguments"] = _json(row, f"the arguments of a call in message {index}", arguments)
+        function["arguments"] = json_of(
+            row, f"the arguments of a call in message {index}", arguments
+        )
     elif arguments is not None:
         function["arguments"] = without_missing(arguments)
     return {**call, "function": function} if "function" in call else function
@@ -281,92 +259,6 @@ def _nulls(call: Any) -> int:
     return count(function.get("arguments")) if isinstance(function, Mapping) else 0
 
 
-def _json(row: Row, what: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{row.where}: {what} are no JSON: {error}") from error
-
-
-def _turns(row: Row, key: str) -> Any:
-    """Return the turns of a conversation. Tables of text (CSV) hold the turns as JSON text."""
-    turns = row.fields[key]
-    return _json(row, key, turns) if isinstance(turns, str) else turns
-
-
-def _tools(row: Row) -> list[Mapping[str, Any]] | None:
-    tools = row.fields.get("tools")
-    if isinstance(tools, str):
-        tools = _json(row, "tools", tools) if tools.strip() else None
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise DataError(f"{row.where}: tools must be a list of objects, or its JSON text")
-    return tools
-
-
-_NO_OPTIONS = (
-    "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
-    "continue_final_message", "return_assistant_tokens_mask",
-)  # fmt: skip
-"""Arguments of the rendering that are no values for the template."""
-
-
-def _template_options(row: Row) -> dict[str, Any]:
-    """Return the row's values for the template.
-
-    Raises:
-        DataError: If they are no object, or name an argument of the rendering.
-    """
-    options = row.fields.get("chat_template_kwargs")
-    if isinstance(options, str):
-        options = _json(row, "chat_template_kwargs", options) if options.strip() else None
-    if not options:
-        return {}
-    if not isinstance(options, Mapping):
-        raise DataError(f"{row.where}: chat_template_kwargs must be an object, or its JSON text")
-    reserved = [name for name in options if name in _NO_OPTIONS]
-    if reserved:
-        raise DataError(
-            f"{row.where}: chat_template_kwargs has {reserved[0]}, which is no value of the "
-            "template; leave it out"
-        )
-    # Columns of structs have all keys of all rows.
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def openai_messages(row: Row, key: str, turns: Any) -> list[Any]:
-    """Return turns as OpenAI's messages. ShareGPT's turns have ``from`` and ``value``."""
-    turns = _json(row, key, turns) if isinstance(turns, str) else turns
-    if not isinstance(turns, list):
-        raise DataError(f"{row.where}: {key} must be a list of turns")
-    messages: list[Any] = []
-    for index, turn in enumerate(turns):
-        if not isinstance(turn, Mapping):
-            raise DataError(f"{row.where}: turn {index} must be an object with from and value")
-        # Some files mix both forms within one conversation.
-        if "role" in turn:
-            messages.append(turn)
-            continue
-        role, value = _ROLES.get(str(turn.get("from"))), turn.get("value")
-        if role is None or not isinstance(value, str):
-            raise DataError(
-                f"{row.where}: turn {index} is from {turn.get('from')!r}; expected value as text, "
-                f"from one of {', '.join(_ROLES)}"
-            )
-        settings = {key: turn[key] for key in ("weight", "train") if key in turn}
-        if role == "function_call":
-            call = _json(row, f"the call of turn {index}", value)
-            calls = call if isinstance(call, list) else [call]
-            tool_calls = [{"type": "function", "function": one} for one in calls]
-            messages.append(
-                {"role": ASSISTANT, "content": "", "tool_calls": tool_calls, **settings}
-            )
-        else:
-            messages.append({"role": role, "content": value, **settings})
-    return messages
-
-
 def text_messages(row: Row, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages for templates, of text alone.
 
@@ -383,50 +275,6 @@ def text_messages(row: Row, messages: Sequence[Mapping[str, Any]]) -> list[dict[
     return made
 
 
-def _with_system(row: Row, messages: Any) -> Any:
-    """Return messages behind the row's ``system``, if there is one.
-
-    Raises:
-        DataError: If the messages begin with another system message.
-    """
-    system = row.fields.get("system")
-    if not system or not isinstance(messages, list):
-        return messages
-    first = messages[0] if messages else None
-    if isinstance(first, Mapping) and first.get("role") == "system":
-        if first.get("content") == system:
-            return messages
-        raise DataError(
-            f"{row.where}: the row has system, and the first message is a system message, too; "
-            "keep one of them"
-        )
-    return [{"role": "system", "content": _text(row, "system", system)}, *messages]
-
-
-def alpaca_prompt(row: Row) -> list[Any]:
-    """Return the messages before the answer of a row with ``instruction``."""
-    fields = row.fields
-    question = _text(row, "instruction", fields["instruction"])
-    if fields.get("input"):
-        question = f"{question}\n{_text(row, 'input', fields['input'])}"
-    messages: list[Any] = []
-    if fields.get("system"):
-        messages.append({"role": "system", "content": _text(row, "system", fields["system"])})
-    for pair in fields.get("history") or ():
-        if not isinstance(pair, Sequence) or len(pair) != 2:
-            raise DataError(f"{row.where}: history must be pairs of a question and an answer")
-        messages += [
-            {"role": "user", "content": pair[0]},
-            {"role": ASSISTANT, "content": pair[1]},
-        ]
-    return [*messages, {"role": "user", "content": question}]
-
-
-def _alpaca(row: Row) -> list[Any]:
-    answer = _text(row, "output", row.fields["output"])
-    return [*alpaca_prompt(row), {"role": ASSISTANT, "content": answer}]
-
-
 def _completion(row: Row) -> Chat | Text:
     prompt, completion = row.fields["prompt"], row.fields["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
@@ -438,7 +286,7 @@ def _completion(row: Row) -> Chat | Text:
                 )
         return Text(row.where, prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
-        messages = _with_system(row, [*prompt, *completion])
+        messages = with_system(row, [*prompt, *completion])
         num_before = len(messages) - len(completion)
         return _chat(row, "prompt and completion", messages, num_before)
     raise DataError(

@@ -8,13 +8,9 @@ from typing import Any
 
 from megatron_lightning.data.chat.chat_template import ChatTemplate
 from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
-from megatron_lightning.data.chat.conversations import (
-    ASSISTANT,
-    Chat,
-    alpaca_prompt,
-    openai_messages,
-    text_messages,
-)
+from megatron_lightning.data.chat.conversations import Chat, text_messages
+from megatron_lightning.data.chat.other_schemas import alpaca_prompt, openai_messages
+from megatron_lightning.data.chat.row_values import ASSISTANT
 from megatron_lightning.data.images.image_parts import image_column
 from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.errors import DataError

@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 from megatron_lightning.data.chat.chat_template import ChatTemplate
 from megatron_lightning.data.chat.chat_tokenizer import ChatTokenizer
-from megatron_lightning.data.chat.conversations import ASSISTANT, Chat, text_messages
+from megatron_lightning.data.chat.conversations import Chat, text_messages
+from megatron_lightning.data.chat.row_values import ASSISTANT
 from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.errors import DataError
 

@@ -8,15 +8,9 @@ from itertools import takewhile
 from math import isfinite, nan
 from typing import Any, cast
 
-from megatron_lightning.data.chat.conversations import (
-    ASSISTANT,
-    SYSTEM_ROLES,
-    Chat,
-    Text,
-    alpaca_prompt,
-    openai_messages,
-    parse_row,
-)
+from megatron_lightning.data.chat.conversations import Chat, Text, parse_row
+from megatron_lightning.data.chat.other_schemas import alpaca_prompt, openai_messages
+from megatron_lightning.data.chat.row_values import ASSISTANT, SYSTEM_ROLES
 from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.errors import DataError
 

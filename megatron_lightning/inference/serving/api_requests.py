@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron_lightning.data.chat.conversations import ASSISTANT, REASONING
+from megatron_lightning.data.chat.conversations import REASONING
+from megatron_lightning.data.chat.row_values import ASSISTANT
 from megatron_lightning.data.images.image_parts import has_images
 from megatron_lightning.data.images.image_prompts import ImagePrompts, PromptImages
 from megatron_lightning.errors import ConfigError

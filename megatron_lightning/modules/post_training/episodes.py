@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_lightning.data.chat.conversations import ASSISTANT, Chat, text_messages
+from megatron_lightning.data.chat.conversations import Chat, text_messages
+from megatron_lightning.data.chat.row_values import ASSISTANT
 from megatron_lightning.data.rollouts.environments import (
     Hosted,
     Outcome,

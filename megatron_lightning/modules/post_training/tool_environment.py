@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_lightning.data.chat.conversations import ASSISTANT, text_messages
+from megatron_lightning.data.chat.conversations import text_messages
+from megatron_lightning.data.chat.row_values import ASSISTANT
 from megatron_lightning.data.rollouts.environments import Message, Turn, imported
 from megatron_lightning.data.rows.sources import Row
 from megatron_lightning.errors import ConfigError

@@ -14,8 +14,9 @@ import pytest
 
 from megatron_lightning.data.chat.chat_template import ChatOptions, ChatTemplate
 from megatron_lightning.data.chat.chat_view import Rendered
-from megatron_lightning.data.chat.conversations import ASSISTANT, Chat
+from megatron_lightning.data.chat.conversations import Chat
 from megatron_lightning.data.chat.marked_templates import marks_of
+from megatron_lightning.data.chat.row_values import ASSISTANT
 from megatron_lightning.errors import DataError
 from tests.helpers.chats import turn
 
