@@ -108,11 +108,11 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _asks_for_json(arguments: Sequence[str]) -> bool:
-    """Return whether a command prints JSON: ``--json``, alone or with a value."""
+    """Return whether a command prints JSON: ``--json`` or ``--js``, alone or with a value."""
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
         option, _, value = word.partition("=")
-        if option == "--json":
-            return (value or following).lower() != "false"
+        if len(option) > 2 and "--json".startswith(option):  # as argparse completes it
+            return (value or following).lower() not in ("false", "no", "off")
     return False
 
 

@@ -4,7 +4,6 @@ without process groups. Signatures are the options.
 
 from __future__ import annotations
 
-import json as json_format
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -45,6 +44,7 @@ from megatron_lightning.errors import (
 from megatron_lightning.file_names import CONFIG
 from megatron_lightning.precision.served.inputs import InputName
 from megatron_lightning.precision.served.values import Fit, ServedName
+from megatron_lightning.printed_json import json_text
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 _LISTED = 10
@@ -324,7 +324,7 @@ def verify(  # noqa: PLR0917  # every argument is an option of the command line
             "first_different_block": None if comparison is None else comparison.block,
             "errors": [] if problem is None else [problem],
         }
-        print(json_format.dumps(known, indent=2))
+        print(json_text(known))
     if problem is not None:
         raise ReportedError(problem) if json else CheckpointError(problem)
     if comparison is not None and not json:
@@ -370,7 +370,7 @@ def compare(first: str, second: str, json: bool = False) -> None:
     """
     found = compare_folders(*(HuggingFaceFolder(local_folder(path)) for path in (first, second)))
     if json:
-        print(json_format.dumps(asdict(found), indent=2))
+        print(json_text(asdict(found)))
     elif found.are_equal:
         print(f"{found.num_equal} tensors are equal.")
     else:
@@ -404,7 +404,7 @@ def compare_dumps(
     """
     found = dumps.compare_dumps(Path(first), Path(second), tolerance)
     if json:
-        print(json_format.dumps(asdict(found), indent=2))
+        print(json_text(asdict(found)))
     else:
         print("\n".join(found.lines(first, second)))
     is_missing = bool(found.only_in_first or found.only_in_second)

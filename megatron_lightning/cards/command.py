@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import os
 import shlex
 import sys
@@ -17,6 +16,7 @@ from megatron_lightning.cards.page import page_of
 from megatron_lightning.cards.subject import Subject, reduce_model, reference_of
 from megatron_lightning.cards.trainings import Curve, Job, run_job
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.printed_json import json_text
 
 LAYOUTS = ("tp2", "pp2", "zero1")
 _COMMAND = "megatron-lightning verify-card"
@@ -179,5 +179,5 @@ def _words(value: list[str] | str | None) -> list[str]:
 def _result(card: Card, *, as_json: bool) -> tuple[str, bool]:
     if card.failed:
         print(f"verify-card: failed: {', '.join(card.failed)}", file=sys.stderr)
-    text = json_format.dumps(card.values(), indent=1) if as_json else page_of(card)
+    text = json_text(card.values(), indent=1) if as_json else page_of(card)
     return text, not card.failed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +15,7 @@ from megatron_lightning.doctor.machine import UNITS, measure_machine, variables
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.mistakes import Errors
 from megatron_lightning.planning.planned_run import MeasuredRecipe, PlannedRun, Recipe
+from megatron_lightning.printed_json import json_text
 from megatron_lightning.recipe_reading.recipe_reader import read_recipe
 from megatron_lightning.resilience.launcher import find, run_on_ranks
 
@@ -90,7 +90,7 @@ def doctor(
     is_well = report["folder"]["fits"] and all(row["is_right"] for row in links)
     is_well = is_well and report["folder"]["write_speed"] is not None
     if json:
-        return json_format.dumps(report, indent=2), is_well
+        return json_text(report), is_well
     return "\n".join(_text(report)), is_well
 
 

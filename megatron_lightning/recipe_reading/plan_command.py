@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -11,6 +10,7 @@ from megatron_lightning.mistakes import Errors
 from megatron_lightning.planning.plan_report import describe, describe_fit, report_text
 from megatron_lightning.planning.planned_run import MeasuredRecipe, PlannedRun, Recipe
 from megatron_lightning.planning.search.devices import PlannedDevice, planned_device
+from megatron_lightning.printed_json import json_text
 from megatron_lightning.recipe_reading.recipe_reader import read_recipe
 from megatron_lightning.recipe_reading.step_plan import step_sections, step_text
 
@@ -73,7 +73,7 @@ def plan(
         dict.fromkeys(_SECTIONS) if sections_found is None else sections_found
     )
     if json:
-        text = json_format.dumps({**sections, "errors": errors.found}, indent=2)
+        text = json_text({**sections, "errors": errors.found})
     elif sections_found is None:
         text = "\n".join(f"error: {message}" for message in errors.found)
     else:
@@ -98,7 +98,7 @@ def _search(
         result = errors.attempt(lambda: _searcher(recipe, device).run())
     if as_json:
         sections = None if result is None else search_sections(result, device)
-        text = json_format.dumps({"search": sections, "errors": errors.found}, indent=2)
+        text = json_text({"search": sections, "errors": errors.found})
     elif result is None or recipe is None:
         text = "\n".join(f"error: {message}" for message in errors.found)
     else:

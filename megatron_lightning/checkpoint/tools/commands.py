@@ -4,7 +4,6 @@ are the options.
 
 from __future__ import annotations
 
-import json as json_format
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from megatron_lightning.checkpoint.tools import (
 )
 from megatron_lightning.checkpoint.tools.inspection import contents, describe, readable_bytes
 from megatron_lightning.errors import CheckpointError, ReportedError
+from megatron_lightning.printed_json import json_text
 
 _LISTED = 20
 
@@ -38,7 +38,7 @@ def inspect(path: str, tensors: str | None = None, json: bool = False) -> None:
     total = sum(size for name, size in sizes.items() if not name.endswith(".safetensors"))
     with progress_bar("inspecting", total) as advance:
         if json:
-            text = json_format.dumps(contents(path, tensors=tensors), indent=2, default=str)
+            text = json_text(contents(path, tensors=tensors), default=str)
         else:
             text = describe(path, tensors=tensors)
         advance(total)
@@ -67,7 +67,7 @@ def verify(path: str, json: bool = False) -> None:
             "bytes": total,
             "damages": [damage._asdict() for damage in damages],
         }
-        print(json_format.dumps(known, indent=2))
+        print(json_text(known))
     if damages:
         listing = "; ".join(map(str, damages[:_LISTED]))
         more = f"; and {len(damages) - _LISTED} more" if len(damages) > _LISTED else ""

@@ -30,6 +30,7 @@ from megatron_lightning.inference.engine.text_model import TextModel
 from megatron_lightning.inference.engine.uncached_loop import Sampling
 from megatron_lightning.optional import missing
 from megatron_lightning.parallel.grid.context import AxisGroup
+from megatron_lightning.printed_json import json_text
 
 try:
     from lm_eval import simple_evaluate
@@ -379,7 +380,7 @@ def write_results(results: Mapping[str, Any], path: str) -> None:
 
 def json_of(results: Mapping[str, Any]) -> str:
     """Return results as JSON."""
-    return json.dumps(results, indent=2, default=str, ensure_ascii=False)
+    return json_text(results, default=str)
 
 
 def _pictures(request: Any) -> Sequence[Any]:

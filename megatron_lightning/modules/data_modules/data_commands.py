@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from megatron_lightning.data.indexed.indexed_merge import merge
 from megatron_lightning.data.rows.row_view import new_console
 from megatron_lightning.data.text.tokenizers import TokenizerType, load_tokenizer
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.printed_json import json_text
 
 
 def show(
@@ -62,13 +62,13 @@ def show(
     if prefix is not None:
         tokenizer = tokenizer_model and load_tokenizer(tokenizer_model, tokenizer_type)
         if json:
-            print(json_format.dumps(document_values(prefix, tokenizer or None, samples)))
+            print(json_text(document_values(prefix, tokenizer or None, samples), indent=None))
             return
         show_documents(console, prefix, tokenizer or None, samples)
         return
     data = _prepared(config or [], overrides or [])
     if json:
-        print(json_format.dumps(sample_values(data, samples)))
+        print(json_text(sample_values(data, samples), indent=None))
         return
     show_samples(console, data, samples)
 

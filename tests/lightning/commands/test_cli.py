@@ -162,7 +162,8 @@ def test_no_command_is_an_error_with_the_list(capsys: pytest.CaptureFixture[str]
     ("words", "is_json"),
     [
         ("--json=true", True), ("--json true", True), ("--json", True), ("--json --wrong 1", True),
-        ("--json=false", False), ("--json false", False), ("", False),
+        ("--js", True), ("--jso --wrong 1", True), ("--json=false", False), ("--json false", False),
+        ("--json=no", False), ("--jso=off", False), ("", False), ("--", False),
     ],
 )  # fmt: skip
 def test_an_error_is_json_for_scripts(
