@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,14 @@ class Deal:
     def chunks(self, rank: int) -> tuple[int, ...]:
         """Return the numbers of a rank's chunks, in order."""
         return tuple(chunk for chunk, owner in enumerate(self.owners) if owner == rank)
+
+
+class DealTaker(Protocol):
+    """What needs to know which tokens a rank holds, and is not told in its calls."""
+
+    deal: Deal | None
+    """Chunks of the micro-batch at hand, which a step sets around each forward and backward. None:
+    zigzag."""
 
 
 _NUMBERS = (8, 16, 32)

@@ -29,7 +29,6 @@ from megatron_lightning.pipeline.batch.microbatches import (
     split_batch,
     tensors_of,
 )
-from megatron_lightning.pipeline.batch.sequence_join import join_outputs
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.explicit_calls import ExplicitCalls, not_in_a_step
 from megatron_lightning.pipeline.schedules.actions import Schedule
@@ -197,8 +196,7 @@ class PipelinedStepRunner(StepRunner):
         if trains:
             self.training.end_backwards()  # before anything else is communicated
         self.participants.end(run)
-        parts = 0 if self._sequence is None else self._sequence.split.part_length(microbatches[0])
-        output, num_items = self._reduce_and_broadcast(run, parts)
+        output, num_items = self._reduce_and_broadcast(run)
         if trains:
             self._end_training(output, num_items)
         return output
@@ -329,7 +327,7 @@ class PipelinedStepRunner(StepRunner):
                 )
         return self._schedules[key]
 
-    def _reduce_and_broadcast(self, run: StepRun, part_length: int) -> tuple[Any, Tensor | None]:
+    def _reduce_and_broadcast(self, run: StepRun) -> tuple[Any, Tensor | None]:
         """Reduce the outputs over the micro-batches. Give the outputs and the participants' data to
         all stages. Return output and items.
         """
@@ -346,8 +344,7 @@ class PipelinedStepRunner(StepRunner):
             self.participants.before_reduction(run)
             output = mean_over_context(output, weight, sharing)
             if self._sequence is not None and (predicting or _asks_values(run)):
-                dims = self._sequence.split.dims
-                output = join_outputs(output, dims, part_length, sharing, run.hook)
+                output = self._sequence.joined(run, output)
             message = (output, run.num_items, self.participants.share(run))
         if self._scope.part.partition is not None:
             message = (

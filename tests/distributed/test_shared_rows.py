@@ -4,6 +4,7 @@ differs in a detail is not taken.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron_lightning.layers.shared_rows.conditions import dropout_of
 from megatron_lightning.layers.shared_rows.mixers import SharingRanks
 from megatron_lightning.layers.state_space.segments import Segments
 from megatron_lightning.layers.styles import DividedRows, GatheredTokens
+from megatron_lightning.parallel.deal import Deal
 from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.parallel.sequence import SequencePart
@@ -175,7 +177,14 @@ def _largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -
     return worst
 
 
-def _differences(names: list[str]) -> dict[str, tuple[list[str], float]]:
+def _dealt(chunks: int) -> Deal | None:
+    """Return chunks of all ranks in any order. Two chunks are zigzag."""
+    owners = [*range(dist.get_world_size())] * chunks
+    random.Random(chunks).shuffle(owners)
+    return None if chunks == 2 else Deal(tuple(owners))
+
+
+def _differences(names: list[str], chunks: int) -> dict[str, tuple[list[str], float]]:
     """Return the kinds of each model, and the largest difference from one process."""
     results = {}
     tokens, targets = torch.randint(32, (2, 2, LENGTH), generator=torch.Generator().manual_seed(9))
@@ -183,6 +192,7 @@ def _differences(names: list[str]) -> dict[str, tuple[list[str], float]]:
         model = _made(MODELS[name][0])
         expected = _gradients(model, tokens, targets)
         shared = _shared(model)
+        shared.ranks.deal = _dealt(chunks)
         part = shared.ranks.part
         with shared.rows_of(LENGTH):
             found = _gradients(model, part.split(tokens, 1), part.split(targets, 1))
@@ -190,10 +200,11 @@ def _differences(names: list[str]) -> dict[str, tuple[list[str], float]]:
     return results
 
 
+@pytest.mark.parametrize("chunks", [2, 4])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_losses_and_gradients_are_those_of_one_process(size: int) -> None:
-    """fp32 on sums in another order."""
-    for results in run_ranks(size, _differences, list(MODELS)):
+def test_losses_and_gradients_are_those_of_one_process(size: int, chunks: int) -> None:
+    """fp32 on sums in another order, with any chunks on a rank."""
+    for results in run_ranks(size, _differences, list(MODELS), chunks):
         for name, (kinds, difference) in results.items():
             assert kinds == MODELS[name][1], name
             assert difference < 3e-6, name
@@ -296,7 +307,7 @@ def _own_shard(self: Any) -> Tensor:
     return own
 
 
-def _own_heads(parts: Any, group: AxisGroup) -> list[Tensor]:
+def _own_heads(parts: Any, group: AxisGroup, _: Any) -> list[Tensor]:
     return [x.repeat(group.size, 1, 1)[..., : x.shape[2] // group.size] for x in parts]
 
 
@@ -304,13 +315,13 @@ def _own_keys(self: mixers.KeysOfRanks, *keys_and_values: Tensor, **_: Any) -> l
     return [x.repeat(1, 1, self._group.size, 1) for x in keys_and_values[:2]]
 
 
-def _own_rows(part: Tensor, group: AxisGroup, dim: int) -> Tensor:
+def _own_rows(part: Tensor, group: AxisGroup, dim: int, _: Any) -> Tensor:
     return torch.cat([part] * group.size, dim)
 
 
-def _swapped(parts: list[Tensor], dim: int) -> Tensor:
+def _swapped(parts: list[Tensor], dim: int, deal: Deal | None) -> Tensor:
     """Two chunks of a rank change places with those of another."""
-    return _JOIN(parts[::-1], dim)
+    return _JOIN(parts[::-1], dim, deal)
 
 
 FAULTS: Mapping[str, tuple[Callable[[], nn.Module], Any, str, Any, list[str]]] = {
@@ -357,9 +368,9 @@ DOCUMENTS = ([9, 39], [20, 5, 23])
 """Lengths of the documents of two rows, which end anywhere in a rank's part."""
 
 
-def _packed() -> tuple[float, str, str]:
-    """Return the difference of packed rows from documents alone, and refusals of a model that does
-    not keep documents apart, and of attention that ignores them.
+def _packed(chunks: int) -> tuple[list[float], str, str]:
+    """Return the differences of packed rows from documents alone, in each way, and refusals of a
+    model that does not keep documents apart, and of attention that ignores them.
     """
     tokens, targets = torch.randint(32, (2, 2, LENGTH), generator=torch.Generator().manual_seed(9))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
@@ -371,15 +382,21 @@ def _packed() -> tuple[float, str, str]:
             for name, gradient in _gradients(model, document[None], of[None]).items():
                 expected[name] = expected.get(name, 0) + gradient
 
-    def of_ranks(model: nn.Module, fault: Any = _ATTEND) -> dict[str, Tensor]:
+    def of_ranks(
+        model: nn.Module, fault: Any = _ATTEND, kinds: ContextMixers = "auto"
+    ) -> dict[str, Tensor]:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(ring.RingFunctions, "attend", fault)
-            shared = _shared(model)
+            shared = _shared(model, kinds)
+            shared.ranks.deal = _dealt(chunks)
             with shared.rows_of(LENGTH):
                 parts = [shared.ranks.part.split(x, 1) for x in (tokens, targets, positions)]
                 return _gradients(model, *parts[:2], position_ids=parts[2])
 
-    found = _largest_difference(of_ranks(model), expected)
+    found = []
+    for kinds in _WAYS:
+        gradients = of_ranks(_made(_gemma), kinds=kinds)
+        found.append(_largest_difference(gradients, expected))
     with pytest.raises(ConfigError) as leaks:
         of_ranks(_made(_qwen3_5))
     with pytest.raises(ConfigError) as ignored:
@@ -387,9 +404,14 @@ def _packed() -> tuple[float, str, str]:
     return found, str(leaks.value), str(ignored.value)
 
 
-def test_documents_are_kept_apart_or_refused() -> None:
-    for difference, *refusals in run_ranks(2, _packed):
-        assert difference < 3e-6
+_WAYS: list[ContextMixers] = ["auto", {"**.self_attn": "rows"}, {"**.self_attn": "gather"}]
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_documents_are_kept_apart_or_refused(size: int, chunks: int) -> None:
+    for differences, *refusals in run_ranks(size, _packed, chunks):
+        assert max(differences) < 3e-6
         for refusal in refusals:
             assert "does not keep such documents apart" in refusal
 
@@ -486,18 +508,20 @@ class _Pools(nn.Module):
 _ROWS = {"smoothed": GatheredTokens(), "attention": DividedRows()}
 
 
-def _own_modules() -> tuple[float, list[str]]:
+def _own_modules(chunks: int) -> tuple[float, list[str]]:
     """Return the largest difference of gradients, and refusals."""
     layout = ParallelLayout(context_parallel_size=dist.get_world_size())
     context = ParallelContext(layout)
     net = _made(_Net)
-    x = torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    x = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(3), requires_grad=True)
     net(x).sum().backward()
     expected = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
     whole, x.grad = x.grad, None
     net.zero_grad()
     parallelize(net, context, ShardingPlan(modules=_ROWS))
-    part = SequencePart(context.cp.rank, context.cp.size)
+    part = SequencePart(context.cp.rank, context.cp.size, _dealt(chunks))
+    for mixer in bound_attention(net).values():
+        mixer.deal = part.deal
     net(part.split(x, 1)).sum().backward()
     found = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
     refusals = []
@@ -519,10 +543,14 @@ def _own_modules() -> tuple[float, list[str]]:
     return _largest_difference(found | {"x": x.grad}, expected | {"x": whole}), refusals
 
 
-def test_modules_of_users_share_rows() -> None:
-    for difference, refusals in run_ranks(2, _own_modules):
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_modules_of_users_share_rows(size: int, chunks: int) -> None:
+    for difference, refusals in run_ranks(size, _own_modules, chunks):
         assert difference < 3e-6
         for refusal, words in zip(
-            refusals, ("of a _Pools over 2", "passes attention_mask", "outside of"), strict=True
+            refusals,
+            (f"of a _Pools over {size}", "passes attention_mask", "outside of"),
+            strict=True,
         ):
             assert words in refusal

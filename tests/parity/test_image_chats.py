@@ -18,6 +18,7 @@ pytest.importorskip("PIL")
 
 from benchmarks.hf_packed import image_differences
 from megatron_lightning.callbacks import SampleText
+from megatron_lightning.config import ContextOptions
 from megatron_lightning.data.images.image_options import AudioOptions, ImageOptions
 from megatron_lightning.inference.commands.generate import generate
 from megatron_lightning.inference.commands.model_options import ModelOptions
@@ -32,6 +33,7 @@ from tests.helpers.trainers import trainer
 STEPS, GLOBAL_BATCH = 3, 4
 SOUND = "qwen2_audio"
 """Model of sounds."""
+_DEALT = ContextOptions(chunks_per_rank=4)
 LAYOUTS = {
     layout.name: layout
     for layout in (
@@ -43,6 +45,8 @@ LAYOUTS = {
         make_layout("cp2-pp2", 4, cp=2, pp=2, mbs=1),
         make_layout("tp2-cp2", 4, tp=2, cp=2),
         make_layout("cp2-fsdp2", 4, cp=2, dp="fsdp"),
+        make_layout("cp2-dealt", 2, cp=2, mbs=1, context_options=_DEALT),
+        make_layout("cp2-pp2-dealt", 4, cp=2, pp=2, mbs=1, context_options=_DEALT),
     )
 }
 Run = tuple[list[float], list[float]]
@@ -85,6 +89,7 @@ _USUAL = (("fsdp2", "qwen3_vl"), ("tp2", "gemma3"), ("pp2", SOUND))
 _CASES = [
     pytest.param(layout, family, marks=() if (layout, family) in _USUAL else pytest.mark.slow)
     for layout in LAYOUTS
+    if "dealt" not in layout
     for family in ("qwen2_5_vl", "llava", "gemma3", "idefics3", "qwen3_vl", SOUND)
     if "cp2" not in layout or family not in ("gemma3", SOUND)  # refused
 ]
@@ -109,7 +114,8 @@ def test_a_layout_equals_one_process(layout: str, family: str) -> None:
             for layout, family in (
                 ("pp2", "llava"), ("tp2", "gemma3"), ("pp2", "qwen2_5_vl"), ("cp2", "llava"),
                 ("cp2", "idefics3"), ("cp2-pp2", "qwen3_vl"), ("tp2-cp2", "qwen2_5_vl"),
-                ("cp2-fsdp2", "llava"),
+                ("cp2-fsdp2", "llava"), ("cp2-dealt", "qwen2_5_vl"), ("cp2-pp2-dealt", "qwen3_vl"),
+                ("cp2-dealt", "llava"),
             )
         ),
     ],

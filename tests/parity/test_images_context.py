@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from megatron_lightning.config import ContextOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.layouts import CP, MICRO, PP, TP, fit
@@ -24,6 +25,7 @@ pytest.importorskip("transformers")
 from tests.helpers.image_models import FLAT, IMAGE_TOKEN, MERGED, PATCH, SIZE, ImageModel
 
 BATCH, STEPS, LENGTH = 2, 3, 16
+DEALT = {"context_options": ContextOptions(chunks_per_rank=4)}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {CP: 2}),
     "cp2-zero1": (4, {CP: 2}),
@@ -159,8 +161,9 @@ def _refused() -> str:
 @pytest.mark.slow
 def test_parts_of_rows_become_full_ones() -> None:
     (alone,) = run_ranks(1, _of_parts, None)
-    for norms in run_ranks(2, _of_parts, {CP: 2}):
-        assert norms == pytest.approx(alone, rel=1e-5)
+    for options in ({CP: 2}, {CP: 2, MICRO: 1, **DEALT}):
+        for norms in run_ranks(2, _of_parts, options):
+            assert norms == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.styles import DividedRows, GatheredTokens
+from megatron_lightning.models import GPTModel
 from megatron_lightning.models.plans.foreign_code import foreign_code
 from megatron_lightning.parallel.shards.sharding import ShardingPlan
 
@@ -44,9 +45,15 @@ def _places_tokens(plan: ShardingPlan) -> bool:
 
 def _why_two(model: nn.Module, plan: ShardingPlan) -> str | None:
     name = type(model).__name__
-    joins = any(isinstance(row, GatheredTokens | DividedRows) for row in plan.modules.values())
-    if not plan.takes_deals or joins:
-        return f"modules of {name} that mix tokens take two"
-    if code := foreign_code(model):
+    if not plan.takes_deals:
+        return f"the sharding plan of {name} does not say takes_deals=True"
+    # Code in models of transformers is looked for with their plans.
+    if isinstance(model, GPTModel) and (code := foreign_code(model, _own_modules(model, plan))):
         return f"{name} has code of others ({code}), which may mix tokens of two"
     return None
+
+
+def _own_modules(model: nn.Module, plan: ShardingPlan) -> set[str]:
+    """Return the paths of a user's modules that get rows in order, whatever the deal."""
+    own = GatheredTokens | DividedRows
+    return {path for path, _ in model.named_modules() if isinstance(plan.style_of(path), own)}

@@ -19,7 +19,7 @@ from megatron_lightning.assembly.checks.attention_rows import bound_attention
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.shared_rows.entry import shared_models
 from megatron_lightning.layers.shared_rows.own_modules import TokenSharer
-from megatron_lightning.layers.styles.divided_embeddings import divides_embeddings
+from megatron_lightning.layers.styles.divided_embeddings import dividing_hooks
 from megatron_lightning.parallel.shards.other_stages import present_modules
 from megatron_lightning.step.judge import Judge
 
@@ -46,7 +46,7 @@ class AttentionWatch(TorchFunctionMode):
         self._uncalled: dict[str, nn.Module] = dict(bound_attention(module))
         self._undo = ExitStack()
         present = list(present_modules(module))
-        self._entries = {path: child for path, child in present if divides_embeddings(child)}
+        self._entries = {path: child for path, child in present if dividing_hooks(child)}
         self._outer = [
             child
             for path, child in present

@@ -245,6 +245,7 @@ class CoreAttention(SequenceMixer):
         if self.dropout.active_p:
             choose_kernel(self.backend, self.kernel_form(sequence))
         self.check_parts()
+        self.check_deal(sequence)
 
 
 def with_equal_heads(*tensors: Tensor) -> list[Tensor]:

@@ -8,6 +8,8 @@ from typing import ClassVar
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.attention.sequence_info import SequenceInfo
+from megatron_lightning.parallel.deal import Deal
 
 
 class SequenceMixer(nn.Module, ABC):
@@ -22,6 +24,8 @@ class SequenceMixer(nn.Module, ABC):
     """Name of the kind of mixer, for messages."""
     takes_parts = True
     """Whether inputs are currently this rank's sequence shards, if ranks share sequences."""
+    deal: Deal | None = None
+    """Chunks of the micro-batch at hand, if ranks share sequences. None: zigzag."""
 
     @property
     @abstractmethod
@@ -40,4 +44,19 @@ class SequenceMixer(nn.Module, ABC):
                 "called outside of a training, validation, test or predict step, on a sequence "
                 "that is not split. Call it in a step, or load a checkpoint into a model of its "
                 "own."
+            )
+
+    def check_deal(self, sequence: SequenceInfo | None) -> None:
+        """Check that a module that is told the chunks of packed rows was told the right ones.
+
+        Raises:
+            ConfigError: If it was not.
+        """
+        is_cached = sequence is not None and sequence.cache is not None
+        if self.deal is not None and not is_cached and (sequence is None or sequence.deal is None):
+            raise ConfigError(
+                f"the chunks of packed rows are dealt by work, and a {type(self).__name__} was "
+                "called without the documents of the rows, which tell it the rank's chunks. Pass "
+                "SequenceInfo(documents=...) with the documents that your model receives, or set "
+                "ContextOptions(chunks_per_rank=2)."
             )

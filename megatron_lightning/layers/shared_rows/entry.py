@@ -159,7 +159,7 @@ class SharedRows:
                     "comes from in sequence_dims, and do not cut sequences in the step."
                 )
             if columns == part_length:
-                given[key] = full_rows(value, self.ranks.group, 1)
+                given[key] = full_rows(value, self.ranks.group, 1, self.ranks.deal)
         mask, positions = given.pop(names.mask, None), given.pop(names.positions, None)
         if mask is not None and not bool(mask.all()):
             raise ConfigError(

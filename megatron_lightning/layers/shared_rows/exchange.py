@@ -3,7 +3,7 @@
 Modules of linear attention call a few functions by name, which kernels may replace. Here the names
 mean functions of ranks that share rows:
 
-    convolution     a few tokens before each of the rank's two segments come from other ranks
+    convolution     a few tokens before each of the rank's segments come from other ranks
     delta rules,    tokens are exchanged for heads, the function runs over full rows for the rank's
     scans           share of the heads, and heads are exchanged for tokens
 
@@ -23,7 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError, ShardingError
-from megatron_lightning.layers.shared_rows.mixers import Arguments, SharedMixer, full_rows
+from megatron_lightning.layers.shared_rows.mixers import (
+    Arguments,
+    SharedMixer,
+    SharingRanks,
+    full_rows,
+)
 from megatron_lightning.layers.shared_rows.other_names import globals_of, names_of
 from megatron_lightning.layers.state_space.exchange import (
     heads_to_part,
@@ -32,11 +37,10 @@ from megatron_lightning.layers.state_space.exchange import (
     share_of,
 )
 from megatron_lightning.layers.state_space.segments import Segments
-from megatron_lightning.parallel.grid.context import AxisGroup
 
 
 def _convolve(  # noqa: PLR0917 (called by transformers)
-    group: AxisGroup,
+    ranks: SharingRanks,
     function: Callable[..., Tensor],
     x: Tensor,
     weight: Tensor,
@@ -46,7 +50,7 @@ def _convolve(  # noqa: PLR0917 (called by transformers)
 ) -> Tensor:
     """Convolve a rank's tokens x [b, channels, s / c] causally with weights [channels, width]."""
     _settings(others)
-    segments, before = Segments(group), weight.shape[-1] - 1
+    segments, before = Segments(ranks.group, ranks.deal), weight.shape[-1] - 1
     mine = segments.fold(x.permute(2, 0, 1))
     rows = torch.cat([segments.tokens_before(mine, before), mine]) if before else mine
     out = function(rows.permute(1, 2, 0), weight, bias, activation=activation)[..., before:]
@@ -54,7 +58,7 @@ def _convolve(  # noqa: PLR0917 (called by transformers)
 
 
 def _delta_rule(
-    group: AxisGroup,
+    ranks: SharingRanks,
     function: Callable[..., tuple[Tensor, Any]],
     query: Tensor,
     key: Tensor,
@@ -71,13 +75,13 @@ def _delta_rule(
     heads, ratio = value.shape[2], value.shape[2] // key.shape[2]
     query, key = (x.repeat_interleave(ratio, 2) if ratio > 1 else x for x in (query, key))
     tensors = (query, key, value, g, beta)
-    full = _to_heads(tensors, (heads,) * len(tensors), group)
+    full = _to_heads(tensors, (heads,) * len(tensors), ranks)
     out, _ = function(*full[:3], g=full[3], beta=full[4], **settings)
-    return _to_tokens(out, heads, group), None
+    return _to_tokens(out, heads, ranks), None
 
 
 def _scan(  # noqa: PLR0917 (called by transformers)
-    group: AxisGroup,
+    ranks: SharingRanks,
     function: Callable[..., Tensor],
     x: Tensor,
     dt: Tensor,
@@ -94,19 +98,19 @@ def _scan(  # noqa: PLR0917 (called by transformers)
     """
     settings = _settings(others)
     heads, groups = x.shape[2], b.shape[2]
-    copies = lcm(groups, group.size) // groups
+    copies = lcm(groups, ranks.group.size) // groups
     if heads % (groups * copies):
         copies = heads // groups
     b, c = (repeated_heads(y, groups, copies, 2) for y in (b, c))
     counts = (heads, heads, b.shape[2], b.shape[2])
-    x, dt, b, c = _to_heads((x, dt, b, c), counts, group)
-    own = [None if p is None else share_of(p, group) for p in (a, D, dt_bias)]
+    x, dt, b, c = _to_heads((x, dt, b, c), counts, ranks)
+    own = [None if p is None else share_of(p, ranks.group) for p in (a, D, dt_bias)]
     out = function(x, dt, own[0], b, c, D=own[1], dt_bias=own[2], **settings)
-    return _to_tokens(out, heads, group)
+    return _to_tokens(out, heads, ranks)
 
 
 def _selective_scan(  # noqa: PLR0917 (called by transformers)
-    group: AxisGroup,
+    ranks: SharingRanks,
     function: Callable[..., Tensor],
     x: Tensor,
     dt: Tensor,
@@ -126,25 +130,26 @@ def _selective_scan(  # noqa: PLR0917 (called by transformers)
     gates = [] if z is None else [z]
     # Channels are heads of one feature.
     mine = [y.transpose(1, 2) for y in (x, dt, *gates)]
-    own = [y.transpose(1, 2) for y in _to_heads(mine, (channels,) * len(mine), group)]
-    b, c = (full_rows(y, group, 2) for y in (b, c))
-    of_channels = [None if p is None else share_of(p, group) for p in (a, D, delta_bias)]
+    own = [y.transpose(1, 2) for y in _to_heads(mine, (channels,) * len(mine), ranks)]
+    b, c = (full_rows(y, ranks.group, 2, ranks.deal) for y in (b, c))
+    of_channels = [None if p is None else share_of(p, ranks.group) for p in (a, D, delta_bias)]
     a_share, d_share, bias = of_channels
     gate = own[2] if gates else None
     out = function(*own[:2], a_share, b, c, D=d_share, z=gate, delta_bias=bias, **settings)
-    return _to_tokens(out.transpose(1, 2), channels, group).transpose(1, 2)
+    return _to_tokens(out.transpose(1, 2), channels, ranks).transpose(1, 2)
 
 
-def _to_heads(tensors: Sequence[Tensor], heads: Sequence[int], group: AxisGroup) -> list[Tensor]:
+def _to_heads(tensors: Sequence[Tensor], heads: Sequence[int], ranks: SharingRanks) -> list[Tensor]:
     """Map a rank's tokens [b, s / c, n, ...] of every head to all tokens [b, s, n / c, ...] of the
     rank's heads. A collective.
 
     Raises:
         ShardingError: If the heads do not divide over the ranks.
     """
+    group = ranks.group
     if undivided := [n for n in heads if n % group.size]:
         raise ShardingError(f"{undivided[0]} heads do not divide over {group.size} ranks.")
-    parts = parts_to_heads([x.transpose(0, 1).flatten(2) for x in tensors], group)
+    parts = parts_to_heads([x.transpose(0, 1).flatten(2) for x in tensors], group, ranks.deal)
     return [
         torch.unflatten(part.transpose(0, 1), 2, (n // group.size, *x.shape[3:])).to(x.dtype)
         if x.dim() > 3
@@ -153,11 +158,12 @@ def _to_heads(tensors: Sequence[Tensor], heads: Sequence[int], group: AxisGroup)
     ]
 
 
-def _to_tokens(full: Tensor, heads: int, group: AxisGroup) -> Tensor:
+def _to_tokens(full: Tensor, heads: int, ranks: SharingRanks) -> Tensor:
     """Map all tokens [b, s, n / c, ...] of the rank's heads to the rank's tokens [b, s / c, n,
     ...] of every head. A collective.
     """
-    part = heads_to_part(full.transpose(0, 1).flatten(2).contiguous(), group).transpose(0, 1)
+    sequence = full.transpose(0, 1).flatten(2).contiguous()
+    part = heads_to_part(sequence, ranks.group, ranks.deal).transpose(0, 1)
     return part if full.dim() == 3 else torch.unflatten(part, 2, (heads, *full.shape[3:]))
 
 
@@ -224,7 +230,7 @@ class ExchangedMixer(SharedMixer):
                     others[name] = _nothing
                 for end, function in _FUNCTIONS.items():
                     if name.endswith(end):
-                        others[name] = partial(function, self.ranks.group, globals_of(child)[name])
+                        others[name] = partial(function, self.ranks, globals_of(child)[name])
         return others
 
     def __call__(self, forward: Any, *args: Any, **kwargs: Any) -> Any:

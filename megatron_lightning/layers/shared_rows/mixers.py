@@ -24,6 +24,7 @@ from megatron_lightning.layers.shared_rows.other_names import bind_names, bound_
 from megatron_lightning.layers.shared_rows.places import Places, changed, tensors
 from megatron_lightning.layers.wrapped_methods import wrap
 from megatron_lightning.parallel.collectives import gather_sequence
+from megatron_lightning.parallel.deal import Deal
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart, join
 from megatron_lightning.parallel.sequence_exchange import gather_parts
@@ -31,14 +32,14 @@ from megatron_lightning.parallel.sequence_exchange import gather_parts
 _CACHE, _MASK = "past_key_values", "attention_mask"
 
 
-def full_rows(part: Tensor, group: AxisGroup, dim: int) -> Tensor:
+def full_rows(part: Tensor, group: AxisGroup, dim: int, deal: Deal | None = None) -> Tensor:
     """Return the rows of all ranks in order. The gradient of the part is summed over the ranks. A
     collective.
     """
     if not part.is_floating_point():
-        return gather_parts(part.contiguous(), group, dim)
+        return gather_parts(part.contiguous(), group, dim, deal)
     parts = gather_sequence(part.contiguous(), group, dim)
-    return join(list(parts.chunk(group.size, dim)), dim)
+    return join(list(parts.chunk(group.size, dim)), dim, deal)
 
 
 class Arguments(NamedTuple):
@@ -50,7 +51,7 @@ class Arguments(NamedTuple):
     """Places of arguments of full rows."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SharingRanks:
     """The ranks that share rows."""
 
@@ -62,11 +63,13 @@ class SharingRanks:
     """Positions of full rows -> their documents."""
     masks: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     """Masks that a ring leaves out -> whether the last token sees the first one."""
+    deal: Deal | None = None
+    """Chunks of the micro-batch at hand. None: zigzag."""
 
     @property
     def part(self) -> SequencePart:
         """The rank's part of a row."""
-        return SequencePart(self.group.rank, self.group.size)
+        return SequencePart(self.group.rank, self.group.size, self.deal)
 
 
 @dataclass
@@ -144,7 +147,7 @@ class GatheredMixer(SharedMixer):
             return (
                 tensor
                 if dim is None or place in known.full
-                else full_rows(tensor, self.ranks.group, dim)
+                else full_rows(tensor, self.ranks.group, dim, self.ranks.deal)
             )
 
         def split(place: str, tensor: Tensor) -> Tensor:
@@ -185,7 +188,8 @@ class DividedRows(SharedMixer):
             mask = self._causal(kwargs)
         elif mask.shape[2] > 1:
             mask = self.ranks.part.split(mask, 2)
-        return forward(*args, **kwargs | {_MASK: mask, _CACHE: KeysOfRanks(self.ranks.group)})
+        keys = KeysOfRanks(self.ranks.group, self.ranks.deal)
+        return forward(*args, **kwargs | {_MASK: mask, _CACHE: keys})
 
     def _causal(self, kwargs: dict[str, Any]) -> Tensor | None:
         """Return the rank's rows of a causal mask [1, 1, s / c, s]."""
@@ -203,16 +207,17 @@ class KeysOfRanks:
 
     is_compileable = False
 
-    def __init__(self, group: AxisGroup) -> None:
+    def __init__(self, group: AxisGroup, deal: Deal | None) -> None:
         self._group = group
+        self._deal = deal
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Return keys and values [b, n, s, d] of all ranks. A collective."""
-        return full_rows(keys, self._group, 2), full_rows(values, self._group, 2)
+        return self._full(keys, 2), self._full(values, 2)
 
     def update_indexer(self, keys: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return an indexer's keys [b, ..., s, d] of all ranks. A collective."""
-        return full_rows(keys, self._group, keys.ndim - 2)
+        return self._full(keys, keys.ndim - 2)
 
     update_index = update_indexer
 
@@ -224,6 +229,9 @@ class KeysOfRanks:
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         """Return 0: no token was there before."""
         return 0
+
+    def _full(self, part: Tensor, dim: int) -> Tensor:
+        return full_rows(part, self._group, dim, self._deal)
 
 
 class _EveryLayer:

@@ -74,11 +74,11 @@ class GatheringModule(TokenSharer):
     def _gathered(self, *args: Any, **kwargs: Any) -> Any:
         group, dim, own = self.token_group, self.token_dim, self._part_length(args, kwargs)
         length = own * group.size
-        part = SequencePart(group.rank, group.size)
+        part = SequencePart(group.rank, group.size, self.deal)
 
         def gather(_: str, tensor: Tensor) -> Tensor:
             has_part = self._has_dim(tensor) and tensor.shape[dim] == own
-            return full_rows(tensor, group, dim) if has_part else tensor
+            return full_rows(tensor, group, dim, self.deal) if has_part else tensor
 
         def split(_: str, tensor: Tensor) -> Tensor:
             is_full = self._has_dim(tensor) and tensor.shape[dim] == length
@@ -112,6 +112,7 @@ class RowsModule(TokenSharer):
         group, own = self.token_group, self._part_length(args, kwargs)
         length = own * group.size
         device = next(x.device for _, x in tensors((args, kwargs)))
-        rows = SequencePart(group.rank, group.size).positions(length, device)
+        rows = SequencePart(group.rank, group.size, self.deal).positions(length, device)
         mask = (rows[:, None] >= torch.arange(length, device=device))[None, None]
-        return self._own_forward(*args, **kwargs | {MASK: mask, KEYS: KeysOfRanks(group)})
+        keys = KeysOfRanks(group, self.deal)
+        return self._own_forward(*args, **kwargs | {MASK: mask, KEYS: keys})

@@ -23,7 +23,7 @@ from megatron_lightning.layers.attention.transformers_attention import (
 )
 from megatron_lightning.layers.context.backends import ContextBackend
 from megatron_lightning.layers.shared_rows.conditions import has_reach
-from megatron_lightning.layers.shared_rows.mixers import Arguments, SharedMixer
+from megatron_lightning.layers.shared_rows.mixers import Arguments, SharedMixer, SharingRanks
 from megatron_lightning.layers.shared_rows.other_names import names_of
 from megatron_lightning.layers.shared_rows.places import changed
 from megatron_lightning.parallel.documents import Documents
@@ -55,7 +55,7 @@ class RingMixer(SharedMixer):
     def other_names(self, module: nn.Module) -> Mapping[str, Any]:
         """Return our function in place of all functions."""
         attention = self.ranks.attention
-        return {} if attention is None else {_FUNCTIONS: RingFunctions(attention)}
+        return {} if attention is None else {_FUNCTIONS: RingFunctions(attention, self.ranks)}
 
     def bind(self, module: nn.Module) -> None:
         """Have the module's calls get and return the rank's part."""
@@ -114,7 +114,7 @@ class RingMixer(SharedMixer):
             return {}
         known = self.ranks.documents
         if positions not in known:  # read from the device once for all modules
-            known[positions] = Documents.of_positions(positions)
+            known[positions] = Documents.of_positions(positions, self.ranks.deal)
         documents: Documents = known[positions]
         return {} if documents.are_full_rows else {_DOCUMENTS: documents}
 
@@ -135,8 +135,9 @@ def leave_masks_out(model: nn.Module, rings: Collection[str]) -> bool:
 class RingFunctions:
     """Attention functions of ``transformers``, which are all ours."""
 
-    def __init__(self, attention: ContextBackend) -> None:
+    def __init__(self, attention: ContextBackend, ranks: SharingRanks) -> None:
         self._attention = attention
+        self._ranks = ranks
 
     def get_interface(self, *_: Any) -> Any:
         """Return our function."""
@@ -173,6 +174,10 @@ class RingFunctions:
                 "the ranks of context_parallel_size does not know. Leave it out, or set "
                 "context_parallel_size to 1."
             )
+        deal = self._ranks.deal
+        if documents is None and deal is not None:  # attention must know the chunks
+            length = query.shape[2] * self._ranks.group.size
+            documents = Documents(((0, length),), deal)
         own: Any = module
         window = sliding_window or getattr(own, "sliding_window", None)
         causal = bool(getattr(own, "is_causal", True) if is_causal is None else is_causal)

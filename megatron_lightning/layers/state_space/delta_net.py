@@ -118,6 +118,7 @@ class GatedDeltaNet(StateMixer):
             ConfigError: If context-parallel ranks share sequences, and this sequence is full.
         """
         self.check_parts()
+        self.check_deal(sequence)
         documents = None if sequence is None else sequence.documents
         mixed: Tensor = self.in_proj(hidden)
         if sequence is not None and sequence.cache is not None:

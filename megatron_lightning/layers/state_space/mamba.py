@@ -79,6 +79,7 @@ class MambaMixer(StateMixer):
             ConfigError: If context-parallel ranks share sequences, and this sequence is full.
         """
         self.check_parts()
+        self.check_deal(sequence)
         projected = self.in_proj(hidden)
         documents = None if sequence is None else sequence.documents
         if sequence is not None and sequence.cache is not None:

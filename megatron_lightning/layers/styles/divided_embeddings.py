@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.styles.common import AdditionalStyle
+from megatron_lightning.parallel.deal import Deal
 from megatron_lightning.parallel.documents import Documents
-from megatron_lightning.parallel.grid.context import ParallelContext
+from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.parallel.shards.sharding import ShardingPlan, Style
 
@@ -31,14 +32,22 @@ _KNOWN = (_EMBEDDINGS, _POSITIONS, "attention_mask", "labels", "shift_labels", _
 """Tensors in a text model's call. The text model does not read labels."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class DivideEmbeddings:
     """Forward pre-hook of a text model of ``transformers``: the rank's part of the embeddings
     [b, s, h] and of the positions [b, s], or [n, b, s] for positions of images, and features of the
     part's image tokens. Attention receives the documents of the rows.
     """
 
-    part: SequencePart
+    group: AxisGroup
+    """The context-parallel ranks."""
+    deal: Deal | None = None
+    """Chunks of the micro-batch at hand. None: zigzag."""
+
+    @property
+    def part(self) -> SequencePart:
+        """The rank's part of a row."""
+        return SequencePart(self.group.rank, self.group.size, self.deal)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -63,7 +72,10 @@ class DivideEmbeddings:
             local_positions = self.part.split(positions, positions.ndim - 1)
         local_embeddings = self.part.split(embeddings, 1)
         local: dict[str, Any] = {_EMBEDDINGS: local_embeddings, _POSITIONS: local_positions}
-        if (documents := documents_of(positions)) is not None:
+        documents = documents_of(positions, self.deal)
+        if documents is None and self.deal is not None:  # attention must know the chunks
+            documents = Documents(((0, embeddings.shape[1]),), self.deal)
+        if documents is not None:
             local[_DOCUMENTS] = documents
         if kwargs.get(_PLACES) is not None:
             local |= self._visual(kwargs[_PLACES], kwargs.get(_FEATURES) or ())
@@ -79,16 +91,17 @@ class DivideEmbeddings:
         return {_PLACES: local_places, _FEATURES: [x[chosen] for x in features]}
 
 
-def documents_of(positions: Tensor | None) -> Documents | None:
+def documents_of(positions: Tensor | None, deal: Deal | None = None) -> Documents | None:
     """Return the documents of full rows. None: every row is one.
 
     Args:
         positions: [b, s], or [4, b, s], of which the first are flat. Three count time, height and
             width of rows of one document. None: those of rows of one document.
+        deal: Chunks of the ranks. None: zigzag.
     """
     if positions is None or (positions.ndim == 3 and len(positions) != 4):
         return None
-    found = Documents.of_positions(positions if positions.ndim == 2 else positions[0])
+    found = Documents.of_positions(positions if positions.ndim == 2 else positions[0], deal)
     return None if found.are_full_rows else found
 
 
@@ -103,11 +116,11 @@ class DividedEmbeddings(AdditionalStyle):
         """Divide the rows of every call."""
         module = self.apply_also(module, context, plan)
         if context.cp.size > 1:
-            hook = DivideEmbeddings(SequencePart(context.cp.rank, context.cp.size))
-            module.register_forward_pre_hook(hook, with_kwargs=True)
+            module.register_forward_pre_hook(DivideEmbeddings(context.cp), with_kwargs=True)
         return module
 
 
-def divides_embeddings(module: nn.Module) -> bool:
-    """Return whether calls of a module are divided over the ranks that share sequences."""
-    return any(isinstance(hook, DivideEmbeddings) for hook in module._forward_pre_hooks.values())
+def dividing_hooks(module: nn.Module) -> list[DivideEmbeddings]:
+    """Return the hooks that divide the calls of a module over the ranks that share sequences."""
+    hooks = module._forward_pre_hooks.values()
+    return [hook for hook in hooks if isinstance(hook, DivideEmbeddings)]

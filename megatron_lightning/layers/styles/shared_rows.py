@@ -101,7 +101,9 @@ class _SharedTokens(AdditionalStyle):
                 f"{type(module).__name__} with dropout of {rate}: ranks would drop different "
                 "values. Set it to 0."
             )
-        return change_class(module, self.makes, token_group=context.cp, token_dim=self.dim)
+        return change_class(
+            module, self.makes, token_group=context.cp, token_dim=self.dim, deal=None
+        )
 
 
 @dataclass(frozen=True)

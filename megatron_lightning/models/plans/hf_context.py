@@ -124,6 +124,8 @@ def _with_found_mixers(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         modules={"": FoundMixers(also=plan.style_of(""))},
         sequence_dim=plan.sequence_dim,
         positions="",
+        packed_positions=True,
+        takes_deals=True,
     )
 
 
@@ -189,6 +191,8 @@ def _with_divided_embeddings(model: nn.Module, plan: ShardingPlan) -> ShardingPl
         modules=as_patterns(rows, paths),
         sequence_dim=plan.sequence_dim,
         positions="",
+        packed_positions=True,
+        takes_deals=True,
         full_rows=_FULL_ROWS,
     )
 

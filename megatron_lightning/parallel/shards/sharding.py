@@ -162,8 +162,9 @@ class ShardingPlan:
     the model receives ``documents`` derived from the positions."""
     takes_deals: bool = False
     """Whether each module of the model that mixes tokens takes the chunks of any
-    :attr:`~megatron_lightning.layers.Documents.deal`. Otherwise packed rows are divided as rows of
-    one document."""
+    :attr:`~megatron_lightning.layers.Documents.deal`. Modules of styles in the table do, if
+    attention receives the documents. Otherwise packed rows are divided as rows of one
+    document."""
     full_rows: tuple[str, ...] = ()
     """Keywords of the model for values of the tokens of full rows [..., s]: the model divides rows
     itself, so that parts of the ranks are joined in its calls."""

@@ -87,7 +87,8 @@ class SequenceArguments:
         Raises:
             ConfigError: If it does.
         """
-        positions = given.get(self._plan.positions or "")
+        name = self._plan.positions or "position_ids"
+        positions = given.get(name)
         if self._part.deal is None or not isinstance(positions, Tensor):
             return
         zigzag = SequencePart(self._group.rank, self._group.size).positions(self._length)
@@ -96,7 +97,7 @@ class SequenceArguments:
             return
         if bool((positions == zigzag.to(positions.device)).all()):
             raise ConfigError(
-                f"{self._plan.positions} of the model's call are those of a rank's two chunks of a "
+                f"{name} of the model's call are those of a rank's two chunks of a "
                 "row, and the chunks of packed rows are dealt by work, so that the rank holds "
                 "other tokens. Leave the argument out, declare positions of the batch in "
                 "sequence_dims, or set ContextOptions(chunks_per_rank=2)."

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_unflatten
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.deal import Deal
 from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.parallel.sequence_exchange import gather_parts
 from megatron_lightning.pipeline.batch.context_mean import gather_rows
@@ -21,7 +22,9 @@ def join_outputs(
     dims: Mapping[Any, int],
     part_length: int,
     group: AxisGroup,
+    *,
     hook: str = "predict_step",
+    deal: Deal | None = None,
 ) -> Any:
     """Return the output of a step, with sequences joined in order. A collective of ``group``.
 
@@ -35,6 +38,7 @@ def join_outputs(
         part_length: Positions of this rank's part of a sequence.
         group: The context-parallel ranks.
         hook: The step.
+        deal: Chunks of the ranks. None: zigzag.
 
     Raises:
         ConfigError: If another tensor differs between the ranks.
@@ -52,7 +56,7 @@ def join_outputs(
         dim = dims.get(key, usual)
         # By length alone: an output of another length is the same on all ranks, which is checked.
         if -leaf.ndim <= dim < leaf.ndim and leaf.shape[dim] == part_length:
-            joined.append(gather_parts(leaf, group, dim % leaf.ndim))
+            joined.append(gather_parts(leaf, group, dim % leaf.ndim, deal))
         else:
             _check_equal(leaf, "".join(map(str, path)), group, hook)
             joined.append(leaf)

@@ -7,7 +7,7 @@ are injected at the model call.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,15 @@ from megatron_lightning.assembly.checks.attention_rows import bound_attention
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.shared_rows.entry import described, shared_models
 from megatron_lightning.layers.shared_rows.probed_call import RunOnStages
+from megatron_lightning.layers.styles.divided_embeddings import dividing_hooks
 from megatron_lightning.models.plans.hf_context import check_call
 from megatron_lightning.models.plans.hf_plans import is_transformers_model
-from megatron_lightning.parallel.deal import Deal
+from megatron_lightning.parallel.deal import Deal, DealTaker
 from megatron_lightning.parallel.sequence import SequencePart
+from megatron_lightning.parallel.shards.other_stages import present_modules
 from megatron_lightning.parallel.shards.sharding import ShardingPlan
 from megatron_lightning.pipeline.batch.sequence_arguments import SequenceArguments
+from megatron_lightning.pipeline.batch.sequence_join import join_outputs
 from megatron_lightning.pipeline.batch.sequence_split import SequenceSplit
 from megatron_lightning.pipeline.stages.parallel_call import ParallelCall
 from megatron_lightning.step.items import counts_items
@@ -51,15 +54,21 @@ class SequenceParts(StepParticipant):
         self.split = sequence_split(scope)
         """Splits batches."""
         self.deals = True
-        """Whether the chunks of packed rows are dealt by work in training."""
+        """Whether the chunks of packed rows are dealt by work."""
         self._calls = calls_with_positions(scope)
         self._attention = bound_attention(scope.module)
         self._shared = shared_models(scope.module)
+        self._takers: list[DealTaker] = [
+            *self._attention.values(),
+            *(shared.ranks for shared in self._shared.values()),
+            *(hook for _, child in present_modules(scope.module) for hook in dividing_hooks(child)),
+        ]
         self._warned: set[str] = set()
         self._dealing = Dealing.of(scope)
         self._says_deals = False
         self._deals: list[Deal | None] = []
         self._deal: Deal | None = None
+        """Chunks of the micro-batch at hand."""
         self._open(is_open=False)
 
     def _open(self, *, is_open: bool) -> None:
@@ -86,13 +95,11 @@ class SequenceParts(StepParticipant):
         """
         length = self.split.length(batch)
         self.find_mixers()
-        # Outputs of other steps are joined, after the run.
-        deals = self.deals and torch.is_grad_enabled()
-        if deals and not self._says_deals:
+        if self.deals and not self._says_deals:
             self._says_deals = True
             if how := self._dealing.described(batch, length):
                 rank_zero_info(f"MegatronStrategy: {how}.")
-        self._deals = [self._dealing.of_rows(m, length) if deals else None for m in microbatches]
+        self._deals = self._deals_of(batch, microbatches, length)
         with ExitStack() as during:
             for path, (plan, call) in self._calls.items():
                 during.enter_context(call.adding(partial(self._added, path, plan, length)))
@@ -105,11 +112,46 @@ class SequenceParts(StepParticipant):
                 for microbatch, deal in zip(microbatches, self._deals, strict=True)
             ]
 
+    def _deals_of(self, batch: Any, microbatches: Sequence[Any], length: int) -> list[Deal | None]:
+        """Return the chunks of each micro-batch."""
+        if not self.deals:
+            return [None] * len(microbatches)
+        if torch.is_grad_enabled():
+            return [self._dealing.of_rows(rows, length) for rows in microbatches]
+        # Outputs of all micro-batches are joined together, after the run.
+        return [self._dealing.of_rows(batch, length)] * len(microbatches)
+
+    def around_forward(
+        self, run: StepRun, stage: int, microbatch: int
+    ) -> AbstractContextManager[None]:
+        """Return the context in which all that holds a part of rows knows the micro-batch's
+        chunks.
+        """
+        return self._dealt(self._deals[microbatch])
+
+    def around_backward(self, run: StepRun, microbatch: int) -> AbstractContextManager[None]:
+        """Do as :meth:`around_forward`, since the forward may run again."""
+        return self._dealt(self._deals[microbatch])
+
     @contextmanager
-    def around_forward(self, run: StepRun, stage: int, microbatch: int) -> Iterator[None]:
-        """Have calls receive the chunks of the micro-batch."""
-        self._deal = self._deals[microbatch]
-        yield
+    def _dealt(self, deal: Deal | None) -> Iterator[None]:
+        self._tell(deal)
+        try:
+            yield
+        finally:
+            self._tell(None)
+
+    def _tell(self, deal: Deal | None) -> None:
+        self._deal = deal
+        for taker in self._takers:
+            taker.deal = deal
+
+    def joined(self, run: StepRun, output: Any) -> Any:
+        """Return the output of a run without gradients, with sequences joined. A collective."""
+        part_length, group = self.split.part_length(run.microbatches[0]), self._context.cp
+        return join_outputs(
+            output, self.split.dims, part_length, group, hook=run.hook, deal=self._deals[0]
+        )
 
     def _added(
         self, path: str, plan: ShardingPlan, length: int, given: Mapping[str, Any]

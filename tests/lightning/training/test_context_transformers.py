@@ -291,8 +291,10 @@ def test_the_models_own_loss_of_shifted_labels(tmp_path: Path) -> None:
         assert rank[0] == pytest.approx(losses, rel=1e-5)
 
 
-def _predict(layout: Layout, folder: str, make: Callable[[], nn.Module]) -> Any:
-    outputs = layout.trainer(folder).predict(Module(make), _loader(layout.data))
+def _predict(
+    layout: Layout, folder: str, make: Callable[[], nn.Module], packed: bool = False
+) -> Any:
+    outputs = layout.trainer(folder).predict(Module(make), _loader(layout.data, packed))
     return {key: torch.cat([out[key] for out in outputs]) for key in outputs[0]}
 
 

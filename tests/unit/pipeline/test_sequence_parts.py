@@ -246,7 +246,7 @@ def _scope(**plans: ShardingPlan) -> Any:
     )
 
 
-def test_a_module_that_joins_rows_keeps_zigzag_for_all() -> None:
+def test_a_plan_that_takes_no_deals_keeps_zigzag_for_all() -> None:
     """Also one that is given no positions, beside a model that takes deals."""
     model = ShardingPlan(
         modules={"": ContextAttention()}, positions="position_ids", takes_deals=True
@@ -256,10 +256,12 @@ def test_a_module_that_joins_rows_keeps_zigzag_for_all() -> None:
     assert Dealing.of(_scope(model=model, joins=joins)).chunks == 2
     scope = _scope(model=model, joins=joins)
     why = why_two_chunks(scope.module, scope.part.plans.applied)
-    assert why == "modules of _Joins that mix tokens take two"
+    assert why == "the sharding plan of _Joins does not say takes_deals=True"
     check_chunks(why, "auto")
-    with pytest.raises(ConfigError, match=r"chunks_per_rank is 4, .* modules of _Joins"):
+    with pytest.raises(ConfigError, match=r"chunks_per_rank is 4, .* plan of _Joins"):
         check_chunks(why, 4)
+    takes = ShardingPlan(modules={"": GatheredTokens()}, takes_deals=True)
+    assert Dealing.of(_scope(model=model, joins=takes)).chunks is None
     other = ShardingPlan(modules={"": RowParallel()})
     assert Dealing.of(_scope(model=model, other=other)).chunks is None
 
