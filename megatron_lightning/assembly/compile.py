@@ -5,7 +5,8 @@ units of a class. Compilation replaces ``forward`` on the block's instance, insi
 ``nn.Module.__call__``. Hooks (of FSDP2, of the pipeline, of users) therefore stay outside of the
 graphs, and parameters keep their names. Recomputation of a full block wraps ``forward`` earlier and
 is traced as a part of the graph. With experts or named random streams inside, recomputation cannot
-be traced: the recomputation stays outside, and runs the compiled forward again. Blocks of a kind
+be traced: the recomputation stays outside, and runs the compiled forward again. So it does where ranks
+find what mixes tokens, which runs uncompiled between the graphs of a block. Blocks of a kind
 share graphs, since the compiler's cache belongs to the shared code. With inductor, output layers
 get compiled kernels for the logits of their losses.
 """
@@ -24,6 +25,7 @@ from megatron_lightning.config import CompileOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.losses.linear_loss import TakesLoss
 from megatron_lightning.layers.moe.layer import MoELayer
+from megatron_lightning.layers.shared_rows.entry import shared_models
 from megatron_lightning.layers.state.recompute import (
     draws_from_streams,
     recomputed_forward,
@@ -82,11 +84,12 @@ def compile_blocks(
         path, units = _units(module, pipeline)
     else:
         path, units = part.path or "", part.partition.units
+    breaks = bool(shared_models(module))
     paths = []
     for name in _blocks(module.get_submodule(path), units):
         block = module.get_submodule(path).get_submodule(name)
         if not is_absent(block) and not is_compiled(block):
-            _compile(block, options)
+            _compile(block, options, breaks=breaks)
             paths.append(f"{path}.{name}" if path else name)
     for child in module.modules():
         if isinstance(child, TakesLoss):
@@ -95,10 +98,11 @@ def compile_blocks(
     return paths
 
 
-def _compile(block: nn.Module, options: CompileOptions) -> None:
+def _compile(block: nn.Module, options: CompileOptions, *, breaks: bool) -> None:
+    """Compile a block. ``breaks``: modules in it run between graphs."""
     for child in block.modules():
         forward = recomputed_forward(child)
-        if forward is not None and _is_untraceable(child):
+        if forward is not None and (breaks or _is_untraceable(child)):
             replace_recomputed(child, CompiledForward(forward, options))
     if not is_compiled(block):
         block.__dict__["forward"] = CompiledForward(block.forward, options)

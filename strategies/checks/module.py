@@ -183,9 +183,9 @@ def check_param_groups(module: pl.LightningModule) -> None:
             module.configure_optimizers()  # raises for contradicting rates
 
 
-def check_uncompiled_mixers(module: nn.Module) -> None:
-    """Check that the mixers of tokens of each model whose blocks are compiled are known: exchanges
-    of mixers that are found make no graph.
+def check_whole_graphs(module: nn.Module) -> None:
+    """Check that the mixers of tokens of each model whose blocks are whole graphs are known:
+    exchanges of mixers that are found make no graph.
 
     Raises:
         ConfigError: If there is a model whose mixers are found.
@@ -193,7 +193,7 @@ def check_uncompiled_mixers(module: nn.Module) -> None:
     for child in module.modules():
         if is_transformers_model(child) and finds_mixers(child):
             raise ConfigError(
-                f'compile="block" and context_parallel_size above 1: what mixes the tokens of '
-                f"{type(child).__name__} is found before the first step, and its exchanges make no "
-                "graph. Leave compile out, or set context_parallel_size to 1."
+                "compile_options has fullgraph=True, and context_parallel_size is above 1: what "
+                f"mixes the tokens of {type(child).__name__} is found before the first step, and "
+                "its exchanges make no graph. Set fullgraph to False."
             )

@@ -50,7 +50,7 @@ from megatron_lightning.strategies.checks.module import (
     check_module,
     check_one_backward,
     check_param_groups,
-    check_uncompiled_mixers,
+    check_whole_graphs,
     is_built_later,
     planned_module,
 )
@@ -212,8 +212,8 @@ def check_layers(
         check_recipe_of(trainer.precision_plugin, module, options.layout)
     if options.compile is not None:
         check_blocks(module, options.pipeline)
-        if options.layout.cp > 1:
-            check_uncompiled_mixers(module)
+        if options.layout.cp > 1 and options.compile.fullgraph:
+            check_whole_graphs(module)
     if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
         check_adapters(module)
         check_param_groups(module)

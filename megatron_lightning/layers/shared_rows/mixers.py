@@ -100,7 +100,8 @@ class SharedMixer(ABC):
     def bind(self, module: nn.Module) -> None:
         """Have the module's calls get and return the rank's part."""
         bind_names(module, self.other_names(module))
-        wrap(module, "forward", self)
+        # Exchanges make no graph: a compiled block runs the module uncompiled.
+        wrap(module, "forward", torch.compiler.disable(self))
 
     def bound(self, module: nn.Module) -> AbstractContextManager[None]:
         """Give the module its other names, until the end of the context."""

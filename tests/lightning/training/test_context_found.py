@@ -14,9 +14,10 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from megatron_lightning.checkpoint.listing import read_manifest
-from megatron_lightning.config import ContextOptions, RecomputeOptions
+from megatron_lightning.config import CompileOptions, ContextOptions, RecomputeOptions
 from megatron_lightning.errors import MegatronLightningError
 from megatron_lightning.layers.shared_rows import mixers
 from megatron_lightning.layers.shared_rows.entry import shared_models
@@ -53,14 +54,15 @@ CP2_GATHERED = make_layout(
     context_parallel_size=2,
     context_options=ContextOptions(mixers={"**.self_attn": "gather"}),
 )
+RECOMPUTED = RecomputeOptions(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+)
 CP2_RECOMPUTED = make_layout(
     "cp2-recomputed",
     2,
     1,
     context_parallel_size=2,
-    recompute=RecomputeOptions(
-        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-    ),
+    recompute=RECOMPUTED,
 )
 CP2_PP2_VPP2 = make_layout(
     "cp2-pp2-vpp2",
@@ -81,7 +83,21 @@ CP2_PP2_FSDP = make_layout(
     data_parallel="fsdp",
 )
 CP2_UNGUARDED = make_layout("cp2-unguarded", 2, 1, context_parallel_size=2, guards="ignore")
-CP2_COMPILED = make_layout("cp2-compiled", 2, 1, context_parallel_size=2, compile="block")
+COMPILED: dict[str, Any] = {
+    "context_parallel_size": 2,
+    "compile": "block",
+    "compile_options": CompileOptions(backend="aot_eager"),
+}
+CP2_COMPILED = make_layout("cp2-compiled", 2, 1, **COMPILED)
+CP2_COMPILED_RECOMPUTED = make_layout(
+    "cp2-compiled-recomputed", 2, 1, **COMPILED, recompute=RECOMPUTED
+)
+CP2_WHOLE_GRAPHS = make_layout(
+    "cp2-whole-graphs",
+    2,
+    1,
+    **COMPILED | {"compile_options": CompileOptions(backend="aot_eager", fullgraph=True)},
+)
 
 
 def _gpt_oss(**more: Any) -> nn.Module:
@@ -182,6 +198,26 @@ def test_predictions_are_full_sequences_in_order(layout: Layout, tmp_path: Path)
         assert torch.equal(rank["rows"], expected["rows"])
 
 
+def _fit_compiled(*arguments: Any) -> tuple[list[float], float, int]:
+    """Return the losses and the value of :func:`_fit`, and how many graphs were compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    losses, value = _fit(*arguments)
+    return losses, value, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5"])
+@layouts(CP2_COMPILED, CP2_COMPILED_RECOMPUTED)
+def test_compiled_blocks(layout: Layout, name: str, tmp_path: Path) -> None:
+    """Graphs before and behind a module that mixes tokens, with gradients and without: blocks of a
+    kind share them.
+    """
+    ranks = run(layout, _fit_compiled, tmp_path, MODELS[name])
+    _assert_equal([rank[:2] for rank in ranks], MODELS[name])
+    assert {rank[2] for rank in ranks} == {8 if name == "qwen3_5" else 4}  # two kinds of blocks
+
+
 # ----------------------------------------------------------------------------------------- refusals
 
 
@@ -242,7 +278,7 @@ CASES: dict[str, tuple[Layout, type[Module], Callable[[], nn.Module], str]] = {
     "divided": (CP2_DIVIDED, Module, _mixed_inside, r"input_layernorm .* share it \(ring, exch"),
     "cropped rows": (CP2_UNGUARDED, _Crops, _gpt_oss, "input_ids of 6 columns, .* 16 .* 8"),
     "weights of zeros": (CP2, Module, _zero_outputs, r"linear_attn.*out_proj.weight of zeros"),
-    "compiled": (CP2_COMPILED, Module, _gpt_oss, "makes? no graph"),
+    "whole graphs": (CP2_WHOLE_GRAPHS, Module, _gpt_oss, "makes? no graph. Set fullgraph"),
     "mask": (CP2, Hides, _gpt_oss, "attention_mask hides positions"),
     "documents": (CP2, _Positions, _gpt_oss, "position_ids that begin documents"),
     "behind the blocks": (CP2, Module, _mixed_behind, "does not give on ranks that share rows"),
