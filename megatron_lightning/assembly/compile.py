@@ -5,8 +5,8 @@ units of a class. Compilation replaces ``forward`` on the block's instance, insi
 ``nn.Module.__call__``. Hooks (of FSDP2, of the pipeline, of users) therefore stay outside of the
 graphs, and parameters keep their names. Recomputation of a full block wraps ``forward`` earlier and
 is traced as a part of the graph. With experts or named random streams inside, recomputation cannot
-be traced: the recomputation stays outside, and runs the compiled forward again. So it does where ranks
-find what mixes tokens, which runs uncompiled between the graphs of a block. Blocks of a kind
+be traced: the recomputation stays outside, and runs the compiled forward again. So it does where
+ranks find what mixes tokens, which runs uncompiled between the graphs of a block. Blocks of a kind
 share graphs, since the compiler's cache belongs to the shared code. With inductor, output layers
 get compiled kernels for the logits of their losses.
 """
