@@ -29,7 +29,8 @@ use-distributed-optimizer | trainer.strategy.data_parallel = zero1 | the default
 use-megatron-fsdp | trainer.strategy.data_parallel = fsdp
 use-custom-fsdp | trainer.strategy.data_parallel = fsdp
 use-torch-fsdp2 | trainer.strategy.data_parallel = fsdp
-data-parallel-sharding-strategy | trainer.strategy.data_parallel | no_shard is ddp, optim zero1, optim_grads and optim_grads_params fsdp
+data-parallel-sharding-strategy | trainer.strategy.data_parallel | no_shard is ddp, optim zero1, optim_grads and optim_grads_params fsdp, with data_parallel_options.reshard_after_forward=false or true
+torch-fsdp2-no-reshard-after-forward | trainer.strategy.data_parallel_options.reshard_after_forward = false
 num-distributed-optimizer-instances | trainer.strategy.data_parallel_options.num_distributed_optimizer_instances
 overlap-grad-reduce | always
 overlap-param-gather | trainer.strategy.data_parallel_options.overlap_param_gather

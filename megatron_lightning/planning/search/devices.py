@@ -56,12 +56,17 @@ def remedies(recipe: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
         )
         name = "recompute: {recompute_granularity: full, recompute_method: uniform}"
         yield name, replace(recipe, recompute=full_recompute)
-        yield (
-            f"{name} and micro_batch_size: 1",
-            replace(recipe, recompute=full_recompute, micro_batch_size=1),
-        )
+        if recipe.micro_batch_size > 1:
+            yield (
+                f"{name} and micro_batch_size: 1",
+                replace(recipe, recompute=full_recompute, micro_batch_size=1),
+            )
     if recipe.data_parallel != "fsdp" and recipe.layout.pp == 1:
         yield "data_parallel: fsdp", replace(recipe, data_parallel="fsdp")
+    if recipe.data_parallel == "fsdp" and not recipe.data.reduce_every_microbatch:
+        sharded = replace(recipe.data, reshard_after_forward=True, reduce_every_microbatch=True)
+        text = "{reshard_after_forward: true, reduce_every_microbatch: true}"
+        yield f"data_parallel_options: {text}", replace(recipe, data=sharded)
 
 
 def advice(

@@ -40,10 +40,13 @@ def convert_model(options: Options) -> dict[str, Any]:
     if not any(name in options for name in _ACTIVATIONS):
         # Megatron's fused GELU, which it takes with biases, is the approximation by tanh.
         values["swiglu"] = "gelu" if plain or without_bias else "gelu_tanh"
-    kernel = options.take("attention_backend")
-    if kernel is not None:
-        values["attention_backend"] = _KERNELS.get(kernel, kernel)
     window = options.take("window_size")
+    is_masked = window is not None or options.look("softmax_type", "vanilla") != "vanilla"
+    flash = "flash" if options.take("use_flash_attn") else None
+    kernel = options.take("attention_backend", flash)
+    # Transformer Engine's flash kernels have windows and sinks; PyTorch's do not.
+    if kernel is not None and not (is_masked and kernel in ("flash", "fused")):
+        values["attention_backend"] = _KERNELS.get(kernel, kernel)
     if window is not None:
         text = " ".join(map(str, window)) if isinstance(window, list) else window
         values["window_size"] = [int(side) for side in text.strip("()").replace(",", " ").split()]

@@ -116,14 +116,16 @@ def _sentence(name: str, row: Name | None) -> str:
 
 
 def _sections(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections of a file, of values by Megatron's names."""
+    """Return the sections of a file, of values by Megatron's names or by our paths."""
     flat: dict[str, Any] = {"trainer.accelerator": "gpu", "trainer.max_epochs": 1}
     if values["seed"] != _SEED:
         flat |= {"model.config.init_seed": values["seed"], "data.seed": values["seed"]}
     callbacks = list(values.get("save", []))
     for name, value in values.items():
-        row = known_options()[name]
-        if row.here.startswith(CALLBACK):
+        row = known_options().get(name)
+        if row is None:
+            flat[name] = value
+        elif row.here.startswith(CALLBACK):
             path = f"megatron_lightning.callbacks.{row.here.removeprefix(CALLBACK)}"
             callbacks += [] if {"class_path": path} in callbacks else [{"class_path": path}]
         elif name != "save":

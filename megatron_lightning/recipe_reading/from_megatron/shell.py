@@ -28,12 +28,13 @@ PROGRAM = "pretrain_gpt.py"
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _ELEMENT = re.compile(r"\w+\[.*\]\+?=", re.DOTALL)
 _FUNCTION = re.compile(r"[\w-]+ ?\(\)")
-_PARAMETER = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?)([-=+?])(.*))?", re.DOTALL)
+_PARAMETER = re.compile(r"(\w+|[@*#])(\[[@*]\])?(?:(:?)([-=+?])(.*))?", re.DOTALL)
 _DECLARES = ("export", "readonly", "local", "declare", "typeset")
 _CHANGES = (
     "for", "while", "until", "case", "select", "function", "eval", "read", "mapfile", "readarray",
     "shift", "getopts", "let",
 )  # fmt: skip
+_LOOPS = ("for", "while", "until", "select")
 _PRINTS = ("echo", "printf", "cp", "ls")
 _CONNECTORS = ("&&", "||")
 _COMPARISONS: Mapping[str, Callable[[str, str], bool]] = {
@@ -110,6 +111,10 @@ class _Reader:
         if keyword in ("then", "do"):
             if rest:
                 self.take(Statement(line, tuple(rest)))
+        elif keyword in _LOOPS and not self._enters(line, keyword, rest):
+            self._branches.append(_Branch(False, True))
+        elif keyword == "done":
+            self._end(line, keyword)
         elif keyword in ("else", "fi", "if", "elif"):
             self._branch(line, keyword, rest)
         elif self._branches[-1].runs and self.command is None:
@@ -121,16 +126,30 @@ class _Reader:
             runs = parent and self._holds(line, rest)
             self._branches.append(_Branch(runs, runs or not parent))
             return
+        if keyword == "fi":
+            self._end(line, keyword)
+            return
         if len(self._branches) == 1:
             raise ShellError(line, f"{keyword} without if.")
-        if keyword == "fi":
-            self._branches.pop()
-            return
         done = self._branches.pop().done
         runs = not done and (keyword == "else" or self._holds(line, rest))
         self._branches.append(_Branch(runs, done or runs))
         if keyword == "else" and rest:
             self.take(Statement(line, tuple(rest)))
+
+    def _enters(self, line: int, keyword: str, rest: list[str]) -> bool:
+        """Return whether a loop may run once: all but those whose test fails before the first time,
+        such as a loop over the script's arguments where there are none.
+        """
+        runs = self._branches[-1].runs and self.command is None
+        return runs and not (
+            keyword == "while" and rest[:1] in (["["], ["[["]) and not self._holds(line, rest)
+        )
+
+    def _end(self, line: int, keyword: str) -> None:
+        if len(self._branches) == 1:
+            raise ShellError(line, f"{keyword} without its beginning.")
+        self._branches.pop()
 
     def _run(self, line: int, words: list[str]) -> None:
         """Run commands joined by && and ||, of which only tests can fail."""
@@ -222,6 +241,8 @@ class _Reader:
         """Return the value of a variable or argument. []: it has none."""
         if name in ("@", "*"):
             return list(self._arguments)
+        if name == "#":
+            return [str(len(self._arguments))]
         if name.isdigit():
             return list(self._arguments[int(name) - 1 : int(name)])
         found = self._variables.get(name)
@@ -295,7 +316,7 @@ class _Reader:
             end = end_of(word, position + 2, "}", line=line)
             values = self._braced(word[position + 2 : end - 1], line)
         else:
-            match = re.compile(r"\d|[@*]|[A-Za-z_]\w*").match(word, position + 1)
+            match = re.compile(r"\d|[@*#]|[A-Za-z_]\w*").match(word, position + 1)
             if match is None:
                 return ["$"], position + 1
             end, values = match.end(), self._required(match.group(), line)

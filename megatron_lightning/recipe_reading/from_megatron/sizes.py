@@ -112,7 +112,8 @@ def convert_parallelism(options: Options) -> dict[str, Any]:
         stages = options.look("pipeline_model_parallel_size")
         chunks = options.look("num_layers") // (stages * chunk)
         values["virtual_pipeline_model_parallel_size"] = chunks
-    values["use_distributed_optimizer"] = _data_parallel(options)
+    values["use_distributed_optimizer"], parts = _data_parallel(options)
+    values |= {f"trainer.strategy.data_parallel_options.{name}": parts[name] for name in parts}
     if values["use_distributed_optimizer"] != "zero1":
         options.take("overlap_param_gather")
     backend = options.take("distributed_backend", "nccl")
@@ -123,12 +124,21 @@ def convert_parallelism(options: Options) -> dict[str, Any]:
     return values
 
 
-def _data_parallel(options: Options) -> str:
+def _data_parallel(options: Options) -> tuple[str, dict[str, bool]]:
+    """Return the mode, and what fsdp shards beside the optimizer's state. Megatron reduces the
+    gradients of every micro-batch, so that no rank keeps full ones.
+    """
     strategy = options.take("data_parallel_sharding_strategy", "no_shard")
     fsdp = [
         options.take(name) for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
     ]
     zero1 = options.take("use_distributed_optimizer")
+    keeps = options.take("torch_fsdp2_no_reshard_after_forward", default=False)
     if any(fsdp[:2]):
-        return {"no_shard": "ddp", "optim": "zero1"}.get(strategy, "fsdp")
-    return "fsdp" if fsdp[2] else "zero1" if zero1 else "ddp"
+        mode = {"no_shard": "ddp", "optim": "zero1"}.get(strategy, "fsdp")
+        keeps = strategy == "optim_grads"
+    else:
+        mode = "fsdp" if fsdp[2] else "zero1" if zero1 else "ddp"
+    if mode != "fsdp":
+        return mode, {}
+    return mode, {"reshard_after_forward": not keeps, "reduce_every_microbatch": True}

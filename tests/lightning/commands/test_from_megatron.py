@@ -93,6 +93,28 @@ def test_what_is_not_understood_is_refused_with_its_line(script: str, message: s
         read_command(script)
 
 
+_LOOP = """OUT="none"
+while [[ $# -gt 0 ]]; do
+    case $1 in
+        --out)
+            OUT="$2"
+            shift 2
+            ;;
+        *)
+            for x in 1 2; do echo $x; done
+            ;;
+    esac
+done
+pretrain_gpt.py --save $OUT
+"""
+
+
+def test_a_loop_over_arguments_is_passed_where_there_are_none() -> None:
+    assert _options(_LOOP) == {"save": ["none"]}
+    with pytest.raises(ConfigError, match=r"line 2: while \[\[ \$# -gt … is not understood"):
+        read_command(_LOOP, ["--out", "x"])
+
+
 _TINY = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
     "--max-position-embeddings 32 --vocab-size 100 --mock-data --train-iters 10 "
@@ -133,6 +155,17 @@ def _at(options: str, path: str) -> Any:
         ("--use-distributed-optimizer", "trainer.strategy.data_parallel", "zero1"),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
          "trainer.strategy.data_parallel", "fsdp"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
+         "trainer.strategy.data_parallel_options",
+         {"reshard_after_forward": True, "reduce_every_microbatch": True}),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
+         "trainer.strategy.data_parallel_options.reshard_after_forward", False),
+        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward",
+         "trainer.strategy.data_parallel_options.reshard_after_forward", False),
+        ("--use-flash-attn", "model.config.attention_backend", "flash"),
+        ("--use-flash-attn --window-size 127,0", "model.config.attention_backend", ""),
+        ("--attention-backend fused --softmax-type learnable",
+         "model.config.attention_backend", ""),
         # values in other units or forms
         ("--nproc-per-node 2 --tensor-model-parallel-size 2", "model.config.vocab_size", 256),
         ("--nproc-per-node 2 --micro-batch-size 3", "data.global_batch_size", 6),

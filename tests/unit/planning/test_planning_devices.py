@@ -36,6 +36,15 @@ def test_advice_is_what_the_changed_recipe_needs() -> None:
     assert shown in ([], [f"  micro_batch_size: 1: {smaller:.1f} GiB"])
 
 
+def test_advice_for_fsdp_is_to_shard_more() -> None:
+    fsdp = ["data_parallel=fsdp", "tensor_model_parallel_size=1", "micro_batch_size=1"]
+    overrides = [f"trainer.strategy.init_args.{each}" for each in fsdp]
+    output, fits = plan(config=RECIPE, overrides=overrides, device="cpu:55", json=True)
+    advice = "".join(json.loads(output)["device"]["advice"])
+    assert not fits and "reshard_after_forward: true, reduce_every_microbatch: true}: " in advice
+    assert "micro_batch_size: 1" not in advice  # as it is
+
+
 def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"device is 'h900'; it must be one of a100, h100"):
         plan(config=RECIPE, device="h900")
