@@ -40,6 +40,18 @@ def test_groups_communicate_and_two_contexts_coexist() -> None:
     assert results[3]["tp"] == 2 + 3 and results[3]["pp"] == 1 + 3 and results[0]["world"] == 6
 
 
+def _shares_with_layers() -> list[bool]:
+    context = ParallelContext(ParallelLayout(context_parallel_size=2))
+    experts = ParallelContext(ParallelLayout(expert_model_parallel_size=2))
+    pairs = (context.dp_cp, context.cp), (experts.dp_cp, experts.ep)
+    return [one.process_group is other.process_group for one, other in pairs]
+
+
+def test_gradients_share_no_communicator_with_layers() -> None:
+    """Ranks that use other parameters reduce them between other exchanges of layers."""
+    assert run_ranks(2, _shares_with_layers) == [[False, False]] * 2
+
+
 def _part_of_the_replicas(tensor: int, instances: int) -> tuple[int, ...]:
     context = ParallelContext(ParallelLayout(tensor_model_parallel_size=tensor))
     return context.divide(context.dp_cp, instances)[0].ranks

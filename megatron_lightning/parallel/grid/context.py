@@ -147,18 +147,18 @@ class ParallelContext:
         self.grid = RankGrid(layout, self.world_size)
         self._timeout = timeout
         self._is_planned = planned_world_size is not None
-        self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._communicators: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {}
         world = tuple(range(self.world_size))
         ranks_of = {name: tuple(sorted(self.grid.group_of(self.rank, name))) for name in GROUPS}
         self._nccl_options = options_by_ranks(nccl_options or {}, ranks_of)
         if initialized:
-            self._by_ranks[world] = dist.group.WORLD
+            self._communicators[world, True] = dist.group.WORLD
             compat.at_end_of_main_thread(compat.destroy_process_groups, last=True)
         self._groups = {"world": self._axis_group("world", world)}
         if world in self._nccl_options or layout.replica_size > 1:
             # The default group may have other options. And users' collectives on the default group
             # must be distinguishable from our own collectives of an axis over all ranks.
-            del self._by_ranks[world]
+            del self._communicators[world, True]
         for name in GROUPS:
             self._groups[name] = self._axis_group(name, ranks_of[name])
         self._groups["embedding"] = self._axis_group(
@@ -203,12 +203,18 @@ class ParallelContext:
     def _axis_group(self, name: str, ranks: tuple[int, ...]) -> AxisGroup:
         """Create the group, or reuse the communicator of the same ranks: equal for all members, so
         no rank waits.
+
+        A bucket of gradients is reduced as soon as a rank has its gradients, or at the end of
+        backward where the rank has not used a parameter (an expert without a token). Between the
+        exchanges of layers, that is not the same order on all ranks, so that data-parallel groups
+        share no communicator with the groups of layers.
         """
         ranks = tuple(sorted(ranks))
-        if ranks not in self._by_ranks:
-            self._by_ranks[ranks] = self.new_process_group(ranks, name)
+        key = ranks, "dp" in name or name == "world"
+        if key not in self._communicators:
+            self._communicators[key] = self.new_process_group(ranks, name)
         position = ranks.index(self.rank) if self.rank in ranks else -1
-        return AxisGroup(name, ranks, position, self._by_ranks[ranks])
+        return AxisGroup(name, ranks, position, self._communicators[key])
 
     def new_process_group(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup | None:
         """Create another communicator for ``ranks``. None on other ranks, and for fewer than two.

@@ -127,7 +127,7 @@ def _options(group: object, values: Mapping[str, Any], path: str | Path) -> Nccl
 def options_by_ranks(
     options: Mapping[str, NcclOptions], ranks_of: Mapping[str, tuple[int, ...]]
 ) -> dict[tuple[int, ...], NcclOptions]:
-    """Return the options of a rank's communicators. Groups of the same ranks share a communicator.
+    """Return the options of a rank's communicators. Groups of the same ranks have the same.
 
     Args:
         options: By the name of the group.
@@ -143,7 +143,6 @@ def options_by_ranks(
         if first_options != group_options:
             raise ConfigError(
                 f"the NCCL options of {first_name} and {name} differ, and both are the "
-                f"{len(ranks)} ranks {ranks}, which share a communicator. Remove the options "
-                "of one, or make both equal."
+                f"{len(ranks)} ranks {ranks}. Remove the options of one, or make both equal."
             )
     return {ranks: group_options for ranks, (_, group_options) in chosen.items()}

@@ -20,6 +20,7 @@ from megatron_lightning.assembly.cp_comm_types import assign_cp_comm_types
 from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.config import (
     ContextOptions,
+    DataParallelOptions,
     DeltaNetConfig,
     MambaConfig,
 )
@@ -168,6 +169,51 @@ def test_a_module_of_ones_own(layout: Layout, tmp_path: Path) -> None:
         assert rank[1] == pytest.approx(logged, rel=1e-5)
         for name, weight in state.items():
             assert rank[2][name] == pytest.approx(weight, rel=1e-4, abs=1e-6), name
+
+
+class Routed(Net):
+    """Experts of single layers, of which a rank may use none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.ModuleList(nn.Linear(16, 16) for _ in range(2)) for _ in self.layers
+        )
+
+    def forward(self, tokens: Tensor, where: Tensor | None = None) -> Tensor:
+        where = torch.arange(tokens.shape[1])[None] if where is None else where
+        x = self.embed(tokens) + self.places(where)
+        for layer, experts in zip(self.layers, self.experts, strict=True):
+            x = x + layer(x)
+            for number, expert in enumerate(experts):
+                chosen = (where < LENGTH // 4) == bool(number)  # a rank of two has none of these
+                if chosen.any():
+                    x = x + expert(x) * chosen[..., None]
+        return self.head(x)
+
+
+def _fit_routed(layout: Layout, folder: str) -> Any:
+    module = Module(Routed())
+    layout.trainer(folder, max_epochs=2).fit(module, _loader())
+    return [loss for loss, _ in module.seen]
+
+
+CP2_SMALL_BUCKETS = make_layout(
+    "cp2-small-buckets",
+    2,
+    1,
+    context_parallel_size=2,
+    context_options=ContextOptions(cp_comm_type="all_gather"),
+    data_parallel_options=DataParallelOptions(bucket_size=256),
+)
+
+
+@layouts(CP2_SMALL_BUCKETS)
+def test_experts_without_a_token_on_a_rank(layout: Layout, tmp_path: Path) -> None:
+    """Their bucket is reduced later than on the other rank, between other exchanges of layers."""
+    losses = run(SINGLE, _fit_routed, tmp_path)[0]
+    for rank in run(layout, _fit_routed, tmp_path):
+        assert rank == pytest.approx(losses, rel=1e-5)
 
 
 class Unbound(Net):
