@@ -85,9 +85,39 @@ def distance(found: Sequence[float], beside: Sequence[float], window: int = WIND
     return Distance(single[0], equal, max(single), means[farthest], (farthest + 1) * window)
 
 
-def runs(record: Mapping[str, Any]) -> list[Sequence[float]]:
-    """Return the losses of a curve, and of its second run."""
-    return [each["losses"] for each in (record, record.get("again")) if each is not None]
+def pairs(
+    record: Mapping[str, Any], beside: Mapping[str, Any]
+) -> list[tuple[Sequence[float], Sequence[float]]]:
+    """Return the losses of runs to compare: on the same machine if there are any, since processors
+    round differently, else of all runs.
+    """
+    every = list(product(_headed(record), _headed(beside)))
+    alike = [pair for pair in every if pair[0][0] == pair[1][0]]
+    return [(one, other) for (_, one), (_, other) in alike or every]
+
+
+def _headed(record: Mapping[str, Any]) -> list[tuple[str, Sequence[float]]]:
+    """Return machine and losses of a curve, and of its second run."""
+    both = (record, record.get("again"))
+    return [(each["header"]["machine"], each["losses"]) for each in both if each is not None]
+
+
+def _twice(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return which curves ran twice, and how far the runs parted."""
+    parted: dict[str, list[tuple[float, str]]] = {}
+    for name, record in records.items():
+        machines, losses = zip(*_headed(record), strict=True)
+        if len(losses) == 2:
+            where = "the same machine" if len(set(machines)) == 1 else "two machines"
+            parted.setdefault(where, []).append((max(_relative(losses[1], losses[0])), name))
+    names = [name for name, record in records.items() if "again" in record]
+    far = []
+    for where, (difference, name) in sorted((key, max(found)) for key, found in parted.items()):
+        far.append(f"by {difference:.1e} on {where}" + f" ({name})" * (difference > 0))
+    return (
+        f"Run twice: {', '.join(names)}. The bounds above hold for both runs, which differ at most "
+        f"{' and '.join(far)}."
+    )
 
 
 def _relative(found: Sequence[float], beside: Sequence[float]) -> list[float]:
@@ -111,7 +141,8 @@ def tables(records: Mapping[str, Mapping[str, Any]], contract: Contract) -> Iter
         plan, losses = PLANS[name], record["losses"]
         cells = [""] * 5
         if plan.beside in records:
-            found = distance(losses, records[plan.beside]["losses"])
+            compared = pairs(record, records[str(plan.beside)])
+            found = max((distance(*pair) for pair in compared), key=lambda each: each.single)
             cells = [
                 str(plan.beside), f"{found.first:.1e}", f"{found.equal_steps} steps",
                 f"{found.single:.1e}", f"{found.averaged:.1e}, to step {found.at}",
@@ -126,12 +157,8 @@ def tables(records: Mapping[str, Mapping[str, Any]], contract: Contract) -> Iter
     yield from _in_words(records)
     yield from (f"- {note}" for names, note in _NOTES if records.keys() >= set(names))
     yield ""
-    if twice := {name: runs(record) for name, record in records.items() if "again" in record}:
-        parted = max(max(_relative(again, first)) for first, again in twice.values())
-        yield (
-            f"Run twice: {', '.join(twice)}. The bounds above hold for both runs, which differ by "
-            f"{parted:.1e} at most."
-        )
+    if any("again" in record for record in records.values()):
+        yield _twice(records)
     yield f"Not run: {', '.join(missing) or 'none'}."
     yield ""
     yield from _origins({name: record["header"] for name, record in records.items()})
@@ -180,9 +207,9 @@ def _in_words(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             and (bool(PLANS[name].experts), PLANS[name].tuning) == of
         }  # fmt: skip
         found = [
-            distance(losses, others)
+            distance(*pair)
             for name, beside in besides.items()
-            for losses, others in product(runs(records[name]), runs(records[beside]))
+            for pair in pairs(records[name], records[beside])
         ]
         if found:
             yield (
@@ -208,8 +235,9 @@ def picture(records: Mapping[str, Mapping[str, Any]]) -> str:
     """Return an SVG: losses averaged over a tenth of the window above, and differences below."""
     curves = {name: averages(record["losses"], WINDOW // 10) for name, record in records.items()}
     differences = {
-        name: [max(one, 1e-9) for one in _relative(averages(record["losses"]),
-                                                   averages(records[beside]["losses"]))]
+        name: [
+            max(one, 1e-9) for one in _relative(*map(averages, pairs(record, records[beside])[0]))
+        ]
         for name, record in records.items()
         if (beside := PLANS[name].beside) in records and beside is not None
     }  # fmt: skip
