@@ -41,6 +41,8 @@ _NOTES: Sequence[tuple[Collection[str], str]] = (
      "layout that is right differs about as much, and a wrong gradient far more, from the first "
      "steps on."),
     (("rounded-experts",), "`rounded-experts` is such a process with experts."),
+    (("one-bf16", "tp2-sp-bf16"), "`tp2-sp-bf16` parts from one process in bf16 about as far as "
+     "that process parts from itself on another machine, below."),
     (("ep2",), "Experts can amplify more than dense layers: where two scores of a router are equal "
      "but for their last digit, a token can go to another expert."),
     (("trl-lora", "lora-tp2"), "`lora-tp2` is compared with TRL's `SFTTrainer`, from factors that "
