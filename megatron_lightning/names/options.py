@@ -31,6 +31,9 @@ use-custom-fsdp | trainer.strategy.data_parallel = fsdp
 use-torch-fsdp2 | trainer.strategy.data_parallel = fsdp
 data-parallel-sharding-strategy | trainer.strategy.data_parallel | no_shard is ddp, optim zero1, optim_grads and optim_grads_params fsdp, with data_parallel_options.reshard_after_forward=false or true
 torch-fsdp2-no-reshard-after-forward | trainer.strategy.data_parallel_options.reshard_after_forward = false
+use-nccl-ub | - | buffers are not registered with NCCL
+fsdp-manual-registration | - | buffers are not registered with NCCL
+fsdp-double-buffer | - | FSDP2 allocates what it gathers
 num-distributed-optimizer-instances | trainer.strategy.data_parallel_options.num_distributed_optimizer_instances
 overlap-grad-reduce | always
 overlap-param-gather | trainer.strategy.data_parallel_options.overlap_param_gather
@@ -64,7 +67,7 @@ log-interval | trainer.log_every_n_steps
 seed | seed_everything
 exit-interval | trainer.max_steps
 exit-duration-in-mins | trainer.max_time | as 00:03:55:00
-dataloader-type | always
+dataloader-type | always | samples come in the order of single; cyclic draws another one
 num-workers | data.num_workers
 
 # Optimizer
@@ -127,6 +130,7 @@ no-bias-swiglu-fusion | always
 no-bias-dropout-fusion | always
 init-model-with-meta-device | always
 no-gradient-accumulation-fusion | always
+use-cpu-initialization | always | first values do not depend on the layout
 empty-unused-memory-level | - | PyTorch's allocator keeps its blocks
 deterministic-mode | trainer.deterministic
 
@@ -274,6 +278,8 @@ exit-on-missing-checkpoint | always
 tensorboard-dir | trainer.logger | TensorBoardLogger with save_dir
 wandb-project | trainer.logger | WandbLogger with project
 wandb-exp-name | trainer.logger | WandbLogger with name
+logging-level | - | Python's logging sets the level
+moe-per-layer-logging | always
 log-throughput | callback ThroughputMonitor
 log-memory-to-tensorboard | callback MemoryMonitor
 log-timers-to-tensorboard | callback StageTimers
