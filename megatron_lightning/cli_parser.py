@@ -33,6 +33,7 @@ _OPTIONS_OF_A_CLASS = (
 _OF_A_MODULE = ". Name the class with its module, such as torch.optim.SGD."
 _OPTIMIZER = re.compile(r"--model(\.\w+)*\.optimizer")
 _TOKENIZER_TYPE = re.compile(r"--([\w.]+\.)?tokenizer[-_]type")
+_MISSING_NAME = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _NO_FP8 = ". FP8 layers are not available; set --trainer.precision=bf16-mixed or bf16-true."
 
 
@@ -275,4 +276,8 @@ def _hint(key: str, problem: str) -> str:
     needs_class = "dot import path" in problem or "Strategy is abstract" in problem
     if '"trainer.strategy"' in key and needs_class:
         return _OPTIONS_OF_A_CLASS
+    if missing := _MISSING_NAME.search(problem):
+        module, name = missing.groups()
+        near = get_close_matches(name, dir(sys.modules.get(module)), n=1)
+        return f". Did you mean {module}.{near[0]}?" if near else ""
     return _OF_A_MODULE if "dot import path" in problem else ""

@@ -178,6 +178,14 @@ def test_an_error_is_json_for_scripts(
     assert capsys.readouterr().out == ('{"errors": ["no model"]}\n' if is_json else "")
 
 
+def test_a_mistyped_class_has_the_nearest_name(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = "--model.class_path=megatron_lightning.modules.GPTLightningModul"
+    said = _fails(["fit", "--config", config, wrong], capsys)
+    assert said.endswith("Did you mean megatron_lightning.modules.GPTLightningModule?")
+
+
 def test_only_the_command_that_runs_has_options(config: str) -> None:
     """The options of each take a tenth of a second. Lightning's hook for it is private."""
     made: list[Any] = []
