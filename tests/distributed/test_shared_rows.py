@@ -433,7 +433,7 @@ def test_a_decoder_without_tokens_is_refused() -> None:
     group = AxisGroup("cp", (0,), 0, None)
     shared = entry.SharedRows(SharingRanks(group, RingAttention(group)), (group,), "auto")
     with pytest.raises(ConfigError, match="called without decoder_input_ids"):
-        shared._full(_bart(), {"input_ids": torch.zeros(2, 12)}, 16)
+        shared._full.of(_bart(), (), {"input_ids": torch.zeros(2, 12)}, 16)
 
 
 def _kinds_that_are_set() -> tuple[list[str], str]:

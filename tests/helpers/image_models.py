@@ -94,6 +94,78 @@ def _deepstack() -> nn.Module:
     )
 
 
+_SIGLIP = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "image_size": SIZE, "patch_size": PATCH, "vision_use_head": False,
+}  # fmt: skip
+_TWO_KINDS = ["sliding_attention", "full_attention"] * 2
+
+
+def _cohere2() -> nn.Module:
+    """Return a model that merges before its first layer, with windows."""
+    config = transformers.Cohere2VisionConfig(
+        vision_config=transformers.SiglipVisionConfig(**_SIGLIP),
+        text_config=transformers.Cohere2Config(**_TEXT, head_dim=8, sliding_window=8),
+        image_token_id=IMAGE_TOKEN,
+        downsample_factor=1,
+        alignment_intermediate_size=32,
+    )
+    return transformers.Cohere2VisionForConditionalGeneration(config)
+
+
+def _gemma3() -> nn.Module:
+    """Return a model in which the tokens of an image see one another."""
+    text = {**_TEXT, "head_dim": 8, "sliding_window": 8, "layer_types": _TWO_KINDS}
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config=_SIGLIP,
+        mm_tokens_per_image=MERGED,
+        image_token_index=IMAGE_TOKEN,
+        boi_token_index=64,
+        eoi_token_index=63,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def _granite4() -> nn.Module:
+    """Return a model that adds features of its tower between layers."""
+    config = transformers.Granite4VisionConfig(
+        vision_config=transformers.SiglipVisionConfig(**_SIGLIP),
+        text_config={**_TEXT, "model_type": "granite4_vision_text"},
+        qformer_config={
+            "model_type": "blip_2_qformer", "hidden_size": 64, "intermediate_size": 24,
+            "num_hidden_layers": 1, "cross_attention_frequency": 1, "use_qformer_text_input": False,
+            "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+        },
+        image_token_index=IMAGE_TOKEN,
+        deepstack_layer_map=[[-2, 0], [-1, 2]],
+        spatial_target_layers=[1, 3],
+        downsample_rate="1/2",
+        image_grid_pinpoints=[[SIZE, SIZE]],
+        projector_dropout=0.0,
+        vision_feature_select_strategy="full",
+    )  # fmt: skip
+    config.qformer_config.num_attention_heads = 2
+    return transformers.Granite4VisionForConditionalGeneration(config)
+
+
+def _qwen3_5() -> nn.Module:
+    """Return a model with linear attention, and three positions for each token of an image."""
+    vision = {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2,
+        "out_hidden_size": 32, "patch_size": PATCH, "spatial_merge_size": 2,
+        "temporal_patch_size": 2, "num_position_embeddings": 16,
+    }  # fmt: skip
+    delta = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    dims = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 8}
+    rope = {**_MROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+    kinds = ["linear_attention", "full_attention"] * 2
+    text = {**_TEXT, **delta, **dims, "layer_types": kinds, "rope_parameters": rope}
+    return transformers.Qwen3_5ForConditionalGeneration(
+        transformers.Qwen3_5Config(text_config=text, vision_config=vision, **_TOKENS)
+    )
+
+
 class Reader(nn.Module):
     """A tower, whose every layer of text reads the features: cross attention, by its mean."""
 
@@ -145,6 +217,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen2.5-vl": _qwen,
     "qwen3-vl": _deepstack,
     "reader": Reader,
+    "cohere2": _cohere2,
+    "gemma3": _gemma3,
+    "granite4": _granite4,
+    "qwen3.5": _qwen3_5,
 }
 TOWERS = {
     "llava": "model.vision_tower",
@@ -154,7 +230,7 @@ TOWERS = {
     "qwen3-vl": "model.visual",
     "reader": "tower",
 }
-FLAT = ("qwen2.5-vl", "qwen3-vl")
+FLAT = ("qwen2.5-vl", "qwen3-vl", "qwen3.5")
 """Models that take an image as rows of patches."""
 
 

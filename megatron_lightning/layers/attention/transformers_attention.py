@@ -104,14 +104,19 @@ def _attend(  # noqa: PLR0917 (called by transformers)
 
 
 def _no_mask(
-    *, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any
+    *,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    mask_function: Any = None,
+    **_: Any,
 ) -> Tensor | None:
     """Return no mask: visibility follows from positions.
 
     Raises:
         ConfigError: If the model or the batch asks for more.
     """
-    if use_vmap:  # transformers' sign of a custom mask function
+    # transformers' sign of a custom mask function, and of blocks that see themselves
+    if use_vmap or _sees_more(mask_function):
         raise ConfigError(
             "the model combines its causal mask with one of its own, which cannot be combined with "
             "context_parallel_size above 1. Set it to 1."
@@ -123,3 +128,13 @@ def _no_mask(
             "of -100 keep it out of the loss."
         )
     return None
+
+
+def _sees_more(mask_function: Any) -> bool:
+    """Return whether a mask function of ``transformers`` is, or has in it, a union of others."""
+    if getattr(mask_function, "__qualname__", "").startswith("or_masks."):
+        return True
+    cells = getattr(mask_function, "__closure__", None) or ()
+    values = [cell.cell_contents for cell in cells]
+    inner = [y for x in values for y in (x if isinstance(x, tuple) else (x,))]
+    return any(_sees_more(one) for one in inner if callable(one))

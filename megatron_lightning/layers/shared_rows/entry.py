@@ -7,11 +7,10 @@ process. Before the first step the model is probed, and its modules are bound.
 
 from __future__ import annotations
 
-import inspect
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,25 +27,24 @@ from megatron_lightning.layers.shared_rows.conditions import (
     plain_attributes,
     small_windows,
 )
+from megatron_lightning.layers.shared_rows.full_arguments import FullArguments, Origins
 from megatron_lightning.layers.shared_rows.kinds import check_patterns, kinds_for
-from megatron_lightning.layers.shared_rows.mixers import SharedMixer, SharingRanks, full_rows
-from megatron_lightning.layers.shared_rows.places import changed, tensors
+from megatron_lightning.layers.shared_rows.media import Media
+from megatron_lightning.layers.shared_rows.mixers import SharedMixer, SharingRanks
+from megatron_lightning.layers.shared_rows.places import changed
 from megatron_lightning.layers.shared_rows.probe import Block, Findings, Probe
 from megatron_lightning.layers.shared_rows.probed_call import (
     ProbedCall,
     RunOnStages,
     probed_length,
     tried,
-    without_cache,
 )
 from megatron_lightning.layers.shared_rows.ring import RingMixer, leave_masks_out
-from megatron_lightning.layers.shared_rows.row_names import RowNames
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.grid.context import AxisGroup
 
+Apart = Callable[[], AbstractContextManager[None]]
 _MASK = "attention_mask"
-_OF_LOGITS = ("labels", "shift_labels", "num_items_in_batch")
-"""Arguments compared with a rank's logits."""
 _SEEDS = (7, 8)
 """Rows that are probed, and rows that are compared with the call of one process."""
 
@@ -69,22 +67,34 @@ class SharedRows:
     pp: AxisGroup | None = None
     kinds: dict[str, str] = field(default_factory=dict)
     """Path of a module that mixes tokens -> the way in which it works on a rank's part."""
-    _keeps_masks: bool = True
-    """Whether the model makes masks, of which the ring reads none."""
-    _parts_documents: bool = False
-    """Whether positions that begin again keep documents of a row apart."""
     _length: int | None = None
     _is_probed: bool = False
     _device: torch.device | None = None
+    _media: Media | None = None
+    """None: rows hold text alone."""
+
+    _apart: Apart = nullcontext
+
+    def __post_init__(self) -> None:
+        self._full = FullArguments(self.ranks, self.kinds)
 
     @contextmanager
-    def rows_of(self, length: int) -> Iterator[None]:
-        """Context of a step, with rows of ``length`` tokens."""
-        self._length = length
+    def rows_of(
+        self, length: int | None, origins: Origins | None = None, apart: Apart = nullcontext
+    ) -> Iterator[None]:
+        """Context of a step, with rows of ``length`` tokens. None: of calls that are not divided.
+
+        Args:
+            length: Tokens of a full row.
+            origins: Where tensors of the batch come from. None: unknown.
+            apart: Context of calls that are none of the step's.
+        """
+        before = self._length, self._full.origins, self._apart
+        self._length, self._full.origins, self._apart = length, origins or Origins(), apart
         try:
             yield
         finally:
-            self._length = None
+            self._length, self._full.origins, self._apart = before
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -103,15 +113,30 @@ class SharedRows:
             )
         if self._length is None:
             return None  # a probe
-        return (), self._full(module, _by_name(module, args, kwargs), self._length)
+        given = self._full.of(module, args, kwargs, self._length)
+        if self._media is not None:
+            with self._apart():
+                self._media.begin(given, self._length, partial(self.rows_of, None))
+            self.kinds |= self._media.kinds
+        return (), given
 
-    def divided(self, block: Block, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def divided(
+        self, block: Block, args: Any, kwargs: Any, length: int | None = None
+    ) -> tuple[Any, Any]:
         """Return the arguments of a block, with the rank's part of what runs over the tokens.
+
+        Args:
+            block: The block.
+            args: Its arguments.
+            kwargs: Its arguments by name.
+            length: Tokens of a full row. None: those of the step.
 
         Raises:
             ConfigError: If there is a tensor that the probe has not seen.
         """
-        length, part = self._length, self.ranks.part
+        length, part = length or self._length, self.ranks.part
+        if length is None:
+            return args, kwargs
 
         def split(place: str, tensor: Tensor) -> Tensor:
             dim = block.divided.get(place)
@@ -126,68 +151,6 @@ class SharedRows:
 
         divided: tuple[Any, Any] = changed((args, kwargs), split)
         return divided
-
-    # ------------------------------------------------------------------------------------ arguments
-
-    def _full(self, module: nn.Module, given: dict[str, Any], length: int) -> dict[str, Any]:
-        """Return the arguments of full rows. A collective."""
-        name, names = type(module).__name__, RowNames.of(module)
-        known = (*names.rows, *names.source, *_OF_LOGITS)
-        unknown = [k for k, v in given.items() if k not in known and any(tensors(v))]
-        if unknown:
-            raise ConfigError(
-                f"{name} was called with {unknown[0]}, and ranks that share its rows know "
-                f"{', '.join(names.rows + names.source)} alone. Leave it out, or set "
-                "context_parallel_size to 1."
-            )
-        if all(given.get(key) is None for key in (names.tokens, names.embeddings)):
-            raise ConfigError(
-                f"{name} was called without {names.tokens}, of whose rows ranks have a part, and "
-                "would make tokens of other rows. Pass them, declared in sequence_dims."
-            )
-        part_length = length // self.ranks.group.size
-        _check_source(name, {key: given.get(key) for key in names.source}, part_length)
-        for key in names.rows:
-            value = given.get(key)
-            if value is None:
-                continue
-            columns = value.shape[1] if isinstance(value, Tensor) and value.ndim > 1 else None
-            if columns not in (length, part_length):
-                raise ConfigError(
-                    f"{name} was called with {key} of {columns} columns, and rows have {length} "
-                    f"positions, {part_length} on a rank. Declare the entry of the batch that it "
-                    "comes from in sequence_dims, and do not cut sequences in the step."
-                )
-            if columns == part_length:
-                given[key] = full_rows(value, self.ranks.group, 1, self.ranks.deal)
-        mask, positions = given.pop(names.mask, None), given.pop(names.positions, None)
-        if mask is not None and not bool(mask.all()):
-            raise ConfigError(
-                f"{names.mask} hides positions, and ranks that share sequences take no mask. Pad "
-                "rows at their ends and leave the mask out: no token sees the padding behind it, "
-                "and labels of -100 keep it out of the loss."
-            )
-        self._check_types(name, names.types, given.get(names.types))
-        usual = torch.arange(length, device=None if positions is None else positions.device)
-        if positions is not None and not bool((positions == usual).all()):
-            if not self._parts_documents:
-                raise ConfigError(
-                    f"{name} was given position_ids that begin documents within a row, and does "
-                    "not keep such documents apart, in one process or on ranks that share its "
-                    f"rows ({described(self.kinds)}). Leave position_ids out, do not pack, or see "
-                    "whether ContextOptions(mixers=...) with another way for attention keeps them "
-                    "apart."
-                )
-            given[names.positions] = positions
-        return given | without_cache(module)
-
-    def _check_types(self, name: str, key: str, types: Tensor | None) -> None:
-        reads_none = self._keeps_masks and RingMixer.kind in self.kinds.values()
-        if reads_none and types is not None and bool(types.any()):
-            raise ConfigError(
-                f"{name} was given {key}, of which it may make a mask, and attention over the "
-                "ranks reads none. Leave it out, or set context_parallel_size to 1."
-            )
 
     # ---------------------------------------------------------------------------------------- probe
 
@@ -205,7 +168,7 @@ class SharedRows:
         if self._is_probed:
             return False
         length = probed_length(model, self.ranks.group.size, self.pp)
-        call = ProbedCall(model, length, run)
+        call = ProbedCall(model, length, run, takes_media=self.ranks.takes_media)
         self._device = call.device
         # In the precision of the weights: autocast would hide what differs. Uncompiled, since hooks
         # see the calls.
@@ -226,7 +189,7 @@ class SharedRows:
             documents = () if run is not None else (call.alone, call.packed)
             alone, together = (*(tried(c, _SEEDS[1])[0] for c in documents), None, None)[:2]
             self._check_unchanged(model, before)
-            self._bind(model, findings)
+            self._bind(model, findings, probe)
             check_patterns(self.mixers, self.kinds)
             self._is_probed = True
             with self.rows_of(length):
@@ -258,18 +221,22 @@ class SharedRows:
                 "context_parallel_size to 1."
             )
 
-    def _bind(self, model: nn.Module, findings: Findings) -> None:
+    def _bind(self, model: nn.Module, findings: Findings, probe: Probe) -> None:
         for block in findings.blocks:
             module = model.get_submodule(block.path)
             module.register_forward_pre_hook(_Divide(self, block), with_kwargs=True)
-        for path, way in findings.mixers.items():
-            way.bind(model.get_submodule(path))
+        slots = {p: way.bind(model.get_submodule(p)) for p, way in findings.mixers.items()}
         own = {path: way.kind for path, way in findings.mixers.items()}
         of_stages = [own] if self.pp is None else self.pp.all_gather_object(own)
         known = {path: kind for stage in of_stages for path, kind in stage.items()}
         self.kinds |= {path: known[path] for path, _ in model.named_modules() if path in known}
+        if self.ranks.takes_media:
+            blocks = {block.path: block for block in findings.blocks}
+            self._media = Media(model, self.ranks, probe, self._agree, blocks, slots, self.divided)
+            self._media.bind()
+            return
         rings = {path for path, kind in known.items() if kind == RingMixer.kind}
-        self._keeps_masks = not leave_masks_out(model, rings)
+        self._full.keeps_masks = not leave_masks_out(model, rings)
 
     def _compare(
         self, model: nn.Module, call: ProbedCall, expected: Tensor | None, noise: float
@@ -290,10 +257,10 @@ class SharedRows:
 
     def _compare_documents(self, call: ProbedCall, alone: Tensor, noise: float) -> None:
         """Find whether documents within a row are kept apart, as each document alone."""
-        self._parts_documents = True  # lets the positions through
+        self._full.parts_documents = True  # lets the positions through
         found, _ = tried(call.packed, _SEEDS[1])
         part = self.ranks.part.split(alone, 1)
-        self._parts_documents = self._agree(is_close(found, part, 3 * noise))
+        self._full.parts_documents = self._agree(is_close(found, part, 3 * noise))
 
     def _agree(self, value: bool) -> bool:
         return self._agree_in(self.others, value)
@@ -337,35 +304,6 @@ def found_mixers(module: nn.Module) -> dict[str, str]:
         for path, shared in shared_models(module).items()
         for mixer, kind in shared.kinds.items()
     }
-
-
-def described(kinds: Mapping[str, str]) -> str:
-    """Return the ways of a model's modules, for the log."""
-    by_kind = defaultdict(list)
-    for path, kind in kinds.items():
-        by_kind[kind].append(path)
-    return ", ".join(f"{kind}: {len(paths)} ({paths[0]} …)" for kind, paths in by_kind.items())
-
-
-def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = [*inspect.signature(inspect.unwrap(type(module).forward)).parameters][1:]
-    return dict(zip(names, args, strict=False)) | kwargs
-
-
-def _check_source(name: str, source: Mapping[str, Any], part_length: int) -> None:
-    """Check that an encoder gets full rows.
-
-    Raises:
-        ConfigError: If a row is as long as a rank's part.
-    """
-    for key, value in source.items():
-        columns = next((x.shape[1] for _, x in tensors(value) if x.ndim > 1), None)
-        if columns == part_length:
-            raise ConfigError(
-                f"{name} was called with {key} of {columns} columns, which is a rank's part of a "
-                "decoder's row, and ranks that share rows give an encoder its full rows. Leave the "
-                "entry of the batch out of sequence_dims, or pad it by a token if it is full."
-            )
 
 
 def _check_dropout(model: nn.Module, kinds: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from inspect import signature, unwrap
+from inspect import signature
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_lightning.layers.context.backends import ContextBackend
-from megatron_lightning.layers.shared_rows.other_names import bind_names, bound_names
+from megatron_lightning.layers.shared_rows.other_names import bind_names, bound_names, forward_of
 from megatron_lightning.layers.shared_rows.places import Places, changed, tensors
 from megatron_lightning.layers.wrapped_methods import wrap
 from megatron_lightning.parallel.collectives import gather_sequence
@@ -65,6 +65,10 @@ class SharingRanks:
     """Masks that a ring leaves out -> whether the last token sees the first one."""
     deal: Deal | None = None
     """Chunks of the micro-batch at hand. None: zigzag."""
+    takes_media: bool = False
+    """Whether rows may hold images or sounds, whose tokens may see one another."""
+    looks_ahead: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    """Masks that a ring leaves out -> whether a token sees a later one."""
 
     @property
     def part(self) -> SequencePart:
@@ -73,8 +77,21 @@ class SharingRanks:
 
 
 @dataclass
+class MixerSlot:
+    """Wrapper of the forward of a module that mixes tokens: its way, or the module's own code."""
+
+    way: SharedMixer
+    is_off: bool = False
+    """Whether calls get full rows."""
+
+    def __call__(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs."""
+        return forward(*args, **kwargs) if self.is_off else self.way(forward, *args, **kwargs)
+
+
+@dataclass
 class SharedMixer(ABC):
-    """Wrapper of the forward of a module that mixes tokens."""
+    """Computes a module that mixes tokens."""
 
     kind: ClassVar[str]
     """Name of the way, for messages."""
@@ -97,11 +114,20 @@ class SharedMixer(ABC):
         """Return what the module's code finds under some of its global names."""
         return {}
 
-    def bind(self, module: nn.Module) -> None:
-        """Have the module's calls get and return the rank's part."""
+    def bind(self, module: nn.Module, slot: MixerSlot | None = None) -> MixerSlot:
+        """Have the module's calls get and return the rank's part, in place of another way's.
+
+        Args:
+            module: The module.
+            slot: What binding another way has returned. None: no way was bound.
+        """
         bind_names(module, self.other_names(module))
-        # Exchanges make no graph: a compiled block runs the module uncompiled.
-        wrap(module, "forward", torch.compiler.disable(self))
+        if slot is None:
+            slot = MixerSlot(self)
+            # Exchanges make no graph: a compiled block runs the module uncompiled.
+            wrap(module, "forward", torch.compiler.disable(slot))
+        slot.way = self
+        return slot
 
     def bound(self, module: nn.Module) -> AbstractContextManager[None]:
         """Give the module its other names, until the end of the context."""
@@ -177,7 +203,7 @@ class DividedRows(SharedMixer):
     @classmethod
     def suits(cls, module: nn.Module, arguments: Arguments) -> bool:
         """Return whether the module takes a cache."""
-        parameters = signature(unwrap(type(module).forward)).parameters
+        parameters = signature(forward_of(module)).parameters
         places = arguments.inputs.masks
         return _CACHE in parameters and _MASK in parameters and places <= {f"[1]['{_MASK}']"}
 

@@ -34,9 +34,15 @@ class _OtherNames(nn.Module):
         return renamed(self, *args, **kwargs)
 
 
+def forward_of(module: nn.Module) -> Any:
+    """Return the function of a module's own forward, also where the module has other names."""
+    own = (base for base in type(module).__mro__ if base is not _OtherNames)
+    return unwrap(next(vars(base)["forward"] for base in own if "forward" in vars(base)))
+
+
 def names_of(module: nn.Module) -> frozenset[str]:
     """Return the global names in the code of a module's own forward."""
-    forward: Any = unwrap(type(module).forward)
+    forward = forward_of(module)
     return (
         frozenset(forward.__code__.co_names) if isinstance(forward, FunctionType) else frozenset()
     )
@@ -44,14 +50,18 @@ def names_of(module: nn.Module) -> frozenset[str]:
 
 def globals_of(module: nn.Module) -> Mapping[str, Any]:
     """Return what a module's own forward finds under global names."""
-    forward: Any = unwrap(type(module).forward)
+    forward = forward_of(module)
     return forward.__globals__ if isinstance(forward, FunctionType) else {}
 
 
 def bind_names(module: nn.Module, other_names: Mapping[str, Any]) -> None:
-    """Give other names to a module and to all modules in it whose code has one of the names."""
+    """Give other names to a module and to all modules in it whose code has one of the names, in
+    place of those that they were given before.
+    """
     for child in list(module.modules()):
-        if names_of(child) & other_names.keys():
+        if isinstance(child, _OtherNames):
+            child.other_names = other_names
+        elif names_of(child) & other_names.keys():
             change_class(child, _OtherNames, other_names=other_names)
 
 
@@ -60,9 +70,22 @@ def bound_names(module: nn.Module, other_names: Mapping[str, Any]) -> Iterator[N
     """Bind names, until the end of the context."""
     with ExitStack() as undo:
         for child in module.modules():
-            if names_of(child) & other_names.keys():
+            if isinstance(child, _OtherNames):
+                undo.callback(setattr, child, "other_names", child.other_names)
+            elif names_of(child) & other_names.keys():
                 undo.callback(_unbind, child, type(child))
         bind_names(module, other_names)
+        yield
+
+
+@contextmanager
+def without_other_names(model: nn.Module) -> Iterator[None]:
+    """Context in which all modules in ``model`` find what they find alone."""
+    with ExitStack() as undo:
+        for child in model.modules():
+            if isinstance(child, _OtherNames):
+                undo.callback(setattr, child, "other_names", child.other_names)
+                child.other_names = {}
         yield
 
 

@@ -193,19 +193,45 @@ class Probe:
         # Full rows are what the block has from its caller; hidden states are divided before it.
         block = call if call.is_block else self._stack[-1]
         full = {place: id(x) for place, x in tensors(values) if id(x) in block.from_outside}
-        with self._precise(call.module, values) as (values, full_output):
+        with self.precise(call.module, values) as (values, full_output):
             if not self._mixes(call.module, values, places.dims, full_output):
                 _check_weights(call.module, call.path, full_output)
                 return None
             outputs = Places.of(full_output, self._length)
             arguments = Arguments(places, outputs, frozenset(full))
-            way = self._first_equal(call, arguments, values, full_output)
+            kinds = self._kinds(call.path)
+            way = self._first_equal(call, arguments, values, full_output, kinds)
         return _Mixer(call.path, way, frozenset(full.values()))
 
+    def taken(
+        self,
+        path: str,
+        module: nn.Module,
+        way: SharedMixer,
+        values: Any,
+        full_output: Any,
+        *,
+        after: bool,
+    ) -> SharedMixer:
+        """Return the first way that is right for arguments of full rows: from the given one on, or
+        after it, if there is another.
+        """
+        call, kinds = _Call(module, path, is_block=False), self._kinds(path)
+        known = [kind.kind for kind in kinds].index(way.kind)
+        later = kinds[known + after :] or kinds[known:]
+        return self._first_equal(call, way.arguments, values, full_output, later)
+
     @contextmanager
-    def _precise(self, module: nn.Module, values: Any) -> Iterator[tuple[Any, Any]]:
+    def precise(
+        self, module: nn.Module, values: Any, output: Any = None
+    ) -> Iterator[tuple[Any, Any]]:
         """Context of a proof. Yield the arguments and the outputs of full rows, in fp32 where the
         module can compute in fp32: in 16 bits, roundings flip choices of experts and keys.
+
+        Args:
+            module: The module.
+            values: Its arguments.
+            output: Its output, in its own precision. None: it is computed.
         """
         with ExitStack() as undo:
             if has_16_bits(module):
@@ -219,12 +245,17 @@ class Probe:
                 else:
                     yield wide, output
                     return
-            yield values, module.forward(*values[0], **values[1])
+            known = output is not None
+            yield values, output if known else module.forward(*values[0], **values[1])
 
     def _first_equal(
-        self, call: _Call, arguments: Arguments, values: Any, full_output: Any
+        self,
+        call: _Call,
+        arguments: Arguments,
+        values: Any,
+        full_output: Any,
+        kinds: Sequence[type[SharedMixer]],
     ) -> SharedMixer:
-        kinds = self._kinds(call.path)
         for kind in kinds:
             way = kind(arguments, self._ranks)
             is_equal = kind.suits(call.module, arguments) and self._is_equal(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,23 +28,34 @@ class ProbedCall:
         model: A model of ``transformers``.
         length: Tokens of a row.
         run: Calls the model. None: with all its blocks, on this rank.
+        takes_media: Whether tokens may be those of images or sounds.
     """
 
-    def __init__(self, model: nn.Module, length: int, run: RunOnStages | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        length: int,
+        run: RunOnStages | None = None,
+        *,
+        takes_media: bool = False,
+    ) -> None:
         self._model, self._length, self._run = model, length, run
+        self._takes_media = takes_media
         self.device = next(model.parameters()).device
         config: Any = model.config
         self._vocabulary = int(config.get_text_config().vocab_size)
 
     def __call__(self, seed: int) -> Tensor | None:
         """Return the logits of rows of one document. None: a later pipeline stage has them."""
-        return self._logits(self._rows(seed))
+        rows = self._rows(seed)
+        return self._logits(rows, **self._types(rows))
 
     def noise(self, seed: int, expected: Tensor | None) -> float:
         """Return the largest difference that roundings make: of rows called one by one, with
         products of other shapes. A collective.
         """
-        alone = _joined([self._logits(row) for row in torch.split(self._rows(seed), 1)], 0)
+        rows = torch.split(self._rows(seed), 1)
+        alone = _joined([self._logits(row, **self._types(row)) for row in rows], 0)
         if alone is None or expected is None:
             return 0.0
         return float((alone - expected).abs().max())
@@ -70,7 +81,23 @@ class ProbedCall:
         generator = torch.Generator().manual_seed(seed)
         shape = (_PROBED_ROWS, self._length)
         rows = torch.randint(0, self._vocabulary, shape, generator=generator, device="cpu")
+        if self._takes_media:  # marks of images would ask for images
+            special = torch.tensor(list(_special_tokens(self._model)))
+            usual = next(n for n in range(self._vocabulary) if n not in special)
+            rows[torch.isin(rows, special)] = usual
         return rows.to(self.device)
+
+    def _types(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return types of tokens, of which some are those of an image, where the model makes a mask
+        of them. Tokens of text stand there: no image is needed for a mask.
+        """
+        if not self._takes_media:
+            return {}
+        names = RowNames.of(self._model)
+        types = torch.zeros_like(rows)
+        types[:, self._length // 4 : self._length // 2] = 1
+        known = inspect.signature(inspect.unwrap(type(self._model).forward)).parameters
+        return {name: types for name in (names.types, names.media_types) if name in known}
 
     def _logits(self, rows: Tensor, **given: Tensor) -> Tensor | None:
         names = RowNames.of(self._model)
@@ -78,7 +105,27 @@ class ProbedCall:
         if names.source:
             keywords |= _source(rows)
         output = self._model(**keywords) if self._run is None else self._run(keywords)
-        return None if output is None else next(x for _, x in tensors(tuple(_plain(output))))
+        return None if output is None else first_tensor(output)
+
+
+def _special_tokens(model: nn.Module) -> dict[int, str]:
+    """Return the ids of tokens that a configuration names, and the names."""
+    config: Any = model.config
+    ends = ("_token_id", "_token_index", "_token_ids")
+    named = {name: value for name, value in config.to_dict().items() if name.endswith(ends)}
+    return {
+        number: name
+        for name, value in named.items()
+        for number in (value if isinstance(value, list) else [value])
+        if isinstance(number, int)
+    }
+
+
+def media_tokens(model: nn.Module) -> dict[int, str]:
+    """Return the ids of tokens that stand for images or sounds, and their names."""
+    usual = ("pad_", "bos_", "eos_", "sep_", "unk_", "decoder_")
+    named = _special_tokens(model).items()
+    return {number: name for number, name in named if not name.startswith(usual)}
 
 
 def _source(rows: Tensor) -> dict[str, Tensor]:
@@ -96,16 +143,18 @@ def _joined(parts: Sequence[Tensor | None], dim: int) -> Tensor | None:
     return torch.cat(own, dim) if own else None
 
 
-def tried(call: Callable[[int], Tensor | None], seed: int) -> tuple[Tensor | None, str]:
-    """Return the logits of a call, or None and the error, which is the same on every rank."""
+def tried(call: Callable[[int], Any], seed: int) -> tuple[Any, str]:
+    """Return the output of a call, or None and the error, which is the same on every rank."""
     try:
         return call(seed), ""
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         return None, str(error).splitlines()[0]
 
 
-def _plain(output: Any) -> Any:
-    return output.values() if isinstance(output, Mapping) else output
+def first_tensor(output: Any) -> Tensor:
+    """Return the first tensor in a model's output: its logits."""
+    values = output.values() if isinstance(output, Mapping) else output
+    return next(x for _, x in tensors(tuple(values)))
 
 
 def without_cache(module: nn.Module) -> dict[str, bool]:
@@ -119,7 +168,7 @@ def probed_length(model: nn.Module, num_ranks: int, pp: AxisGroup | None = None)
     """Return tokens of a row that ranks can divide, of which neither all nor a rank's part is
     another size of the model. A collective of the pipeline's ranks.
     """
-    config: Any = model.config
+    config: Any = cast(Any, model.config).get_text_config()
     values = config.to_dict().values()
     own = {size for p in model.parameters() for size in p.shape}
     sizes = own if pp is None else set[int]().union(*pp.all_gather_object(own))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,12 @@ from megatron_lightning.layers.attention.transformers_attention import (
 )
 from megatron_lightning.layers.context.backends import ContextBackend
 from megatron_lightning.layers.shared_rows.conditions import has_reach
-from megatron_lightning.layers.shared_rows.mixers import Arguments, SharedMixer, SharingRanks
+from megatron_lightning.layers.shared_rows.mixers import (
+    Arguments,
+    MixerSlot,
+    SharedMixer,
+    SharingRanks,
+)
 from megatron_lightning.layers.shared_rows.other_names import names_of
 from megatron_lightning.layers.shared_rows.places import changed
 from megatron_lightning.parallel.documents import Documents
@@ -57,10 +62,10 @@ class RingMixer(SharedMixer):
         attention = self.ranks.attention
         return {} if attention is None else {_FUNCTIONS: RingFunctions(attention, self.ranks)}
 
-    def bind(self, module: nn.Module) -> None:
+    def bind(self, module: nn.Module, slot: MixerSlot | None = None) -> MixerSlot:
         """Have the module's calls get and return the rank's part."""
         self._has_window = has_reach(module)
-        super().bind(module)
+        return super().bind(module, slot)
 
     def __call__(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the rank's part of the outputs.
@@ -74,6 +79,8 @@ class RingMixer(SharedMixer):
         def without_mask(place: str, tensor: Tensor) -> Any:
             if place not in self.arguments.inputs.masks and not place.endswith(f"['{_MASK}']"):
                 return tensor
+            if self.ranks.takes_media:
+                self._check_causal(tensor)
             if not self._has_window and not documents:
                 self._check_mask(tensor)
             return None
@@ -94,14 +101,30 @@ class RingMixer(SharedMixer):
             return
         known = self.ranks.masks
         if mask not in known:  # read from the device once for all modules
-            last = mask[:, :, -1, 0]
-            is_seen = last if mask.dtype == torch.bool else last > torch.finfo(mask.dtype).min / 2
-            known[mask] = bool(is_seen.all())
+            known[mask] = bool(_is_seen(mask[:, :, -1, 0]).all())
         if not known[mask]:
             raise ConfigError(
                 f"a mask hides the first of {mask.shape[-1]} tokens from the last one, and the "
                 "short row in which ranks of context_parallel_size looked for what mixes tokens "
                 "has shown no window. Name the attribute that holds its length sliding_window, set "
+                'ContextOptions(mixers={"**": "rows"}), or set context_parallel_size to 1.'
+            )
+
+    def _check_causal(self, mask: Tensor) -> None:
+        """Check that no token sees a later one, as the tokens of an image may.
+
+        Raises:
+            ConfigError: If one does.
+        """
+        known = self.ranks.looks_ahead
+        if mask.ndim != 4:
+            return
+        if mask not in known:
+            known[mask] = bool(_is_seen(mask).triu(1).any())
+        if known[mask]:
+            raise ConfigError(
+                "a mask lets a token see a later one, as tokens of an image may see one another, "
+                "which the rows before have not shown to the ranks of context_parallel_size. Set "
                 'ContextOptions(mixers={"**": "rows"}), or set context_parallel_size to 1.'
             )
 
@@ -119,17 +142,42 @@ class RingMixer(SharedMixer):
         return {} if documents.are_full_rows else {_DOCUMENTS: documents}
 
 
-def leave_masks_out(model: nn.Module, rings: Collection[str]) -> bool:
-    """Have a model make no masks, if all its attention is in the modules at ``rings``. Return
-    whether that is so.
+def _is_seen(mask: Tensor) -> Tensor:
+    """Return which keys a mask lets queries see."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+Maskless = list[tuple[Any, str]]
+"""Configurations whose models make no masks, and their own attention."""
+
+
+def leave_masks_out(
+    model: nn.Module, rings: Collection[str], blocks: Collection[str] | None = None
+) -> Maskless:
+    """Have a model make no masks, if all its attention is in the modules at ``rings``.
+
+    Args:
+        model: The model.
+        rings: Paths of modules whose attention reads no masks.
+        blocks: Paths of the blocks, beside which towers attend by configurations of their own.
+            None: there is no tower.
     """
     attention = {p: m for p, m in model.named_modules() if looks_attention_up(m)}
-    for path in attention:
-        if not any(f"{path}.".startswith(f"{ring}.") for ring in rings):
-            return False
-    for module in attention.values():
-        without_masks(module.config)
-    return bool(attention)
+    own = {id(m.config) for p, m in attention.items() if blocks is None or _is_in(p, blocks)}
+    attention = {p: m for p, m in attention.items() if id(m.config) in own}
+    if not all(_is_in(path, rings) for path in attention):
+        return []
+    configs = [m.config for m in attention.values()]
+    if attention and blocks is not None:  # a model may make masks with its own configuration
+        configs.append(cast(Any, model.config).get_text_config())
+    found = {id(c): (c, c._attn_implementation) for c in configs}
+    for config, _ in found.values():
+        without_masks(config)
+    return list(found.values())
+
+
+def _is_in(path: str, outer: Collection[str]) -> bool:
+    return any(f"{path}.".startswith(f"{one}.") for one in outer)
 
 
 class RingFunctions:

@@ -17,8 +17,12 @@ class RowNames:
     mask: str = "attention_mask"
     positions: str = "position_ids"
     types: str = "token_type_ids"
+    media_types: str = "mm_token_type_ids"
+    """Which tokens are those of images."""
     source: tuple[str, ...] = ()
     """Arguments of an encoder."""
+    of_logits: tuple[str, ...] = ("labels", "shift_labels", "num_items_in_batch")
+    """Arguments compared with a rank's logits."""
 
     @classmethod
     def of(cls, model: nn.Module) -> RowNames:
@@ -28,7 +32,8 @@ class RowNames:
     @property
     def rows(self) -> tuple[str, ...]:
         """Arguments with the tokens of rows that ranks share."""
-        return (self.tokens, self.embeddings, self.mask, self.positions, self.types)
+        own = (self.tokens, self.embeddings, self.mask, self.positions)
+        return (*own, self.types, self.media_types)
 
 
 _OF_TEXT = RowNames()

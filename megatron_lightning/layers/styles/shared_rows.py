@@ -37,6 +37,8 @@ class FoundMixers(AdditionalStyle):
 
     also: Style | None = None
     """Another style of the same module, applied first."""
+    takes_media: bool = False
+    """Whether rows may hold images or sounds."""
     shares_sequences = True  # see GroupedHeads
     description: ClassVar[str] = "FoundMixers: ways are found at the start"
     """Text in a description of the layout."""
@@ -49,6 +51,13 @@ class FoundMixers(AdditionalStyle):
                 a decoder.
         """
         name = type(module).__name__
+        if layout.num_stages > 1 and self.takes_media:
+            raise ShardingError(
+                f"{name} has a tower beside its text model, and ranks that share its rows compare "
+                "the first rows with images with one process, for which each needs all layers. "
+                f"There are {layout.num_stages} pipeline stages. Set pipeline_model_parallel_size "
+                "or context_parallel_size to 1."
+            )
         if layout.num_stages > 1 and reads_source(module):
             raise ShardingError(
                 f"ranks share the rows of the decoder of {name}, and its encoder runs on full rows "
@@ -68,7 +77,7 @@ class FoundMixers(AdditionalStyle):
             self.check_context(module, context.layout, plan)
             groups = context.dp_cp, context.tp
             attention = BACKENDS[cp_comm_type_of(None, context)](context)
-            ranks = SharingRanks(context.cp, attention)
+            ranks = SharingRanks(context.cp, attention, takes_media=self.takes_media)
             pp = context.pp if context.layout.num_stages > 1 else None
             hook = SharedRows(ranks, groups, context.context_options.mixers, pp)
             module.register_forward_pre_hook(hook, with_kwargs=True)

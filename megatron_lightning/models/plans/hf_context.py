@@ -76,13 +76,6 @@ def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
     name = type(model).__name__
     if takes_images(model):
         return _with_divided_embeddings(model, plan)
-    if towers_of(model) and not config.is_encoder_decoder:
-        raise ConfigError(
-            f"{name} ({config.model_type}) has a tower beside its text model, and ranks that share "
-            "sequences know models that merge images with the embeddings before the first block: "
-            f"{', '.join(IMAGE_FAMILIES)}, with a text model that they know. Others may see all of "
-            "an image at once. Set context_parallel_size to 1, or use such a model."
-        )
     if not _is_language_model(model):
         raise ConfigError(
             f"{name} is not known to work on ranks that share sequences: its head may mix tokens, "
@@ -121,11 +114,11 @@ def _with_found_mixers(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
     """
     _check_rows(model)
     return plan | ShardingPlan(
-        modules={"": FoundMixers(also=plan.style_of(""))},
+        modules={"": FoundMixers(also=plan.style_of(""), takes_media=bool(towers_of(model)))},
         sequence_dim=plan.sequence_dim,
         positions="",
         packed_positions=True,
-        takes_deals=True,
+        takes_deals=not towers_of(model),
     )
 
 
@@ -145,7 +138,7 @@ def _check_rows(model: nn.Module) -> None:
             "encoder-decoders with one configuration (T5, BART). Set context_parallel_size to 1, "
             "or use such a model."
         )
-    if has_parts or own.main_input_name != "input_ids":
+    if (has_parts and not towers_of(model)) or own.main_input_name != "input_ids":
         raise ConfigError(
             f"{name} takes other rows beside those of text, and context-parallel ranks share rows "
             "of text. Set context_parallel_size to 1, or use a model with cp2 in "
@@ -157,7 +150,7 @@ def _check_rows(model: nn.Module) -> None:
             "before them in the row, and ranks that share rows would count those of their part. "
             "Set context_parallel_size to 1, or use a model whose experts take every token."
         )
-    if rate := getattr(config, "dropout_rate", 0):
+    if rate := getattr(config.get_text_config(), "dropout_rate", 0):
         raise ConfigError(
             f"{name} has dropout_rate={rate} in its configuration, which drops attention weights "
             "too, and ranks that share rows would drop different ones. Set dropout_rate to 0, or "

@@ -7,11 +7,12 @@ datamodule). Entries are never guessed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.deal import Deal
@@ -63,6 +64,13 @@ class SequenceSplit:
         tensor.
         """
         return [(tensor, self.dims[key]) for key, tensor in self._declared(part).items()]
+
+    def origins(self, parts: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors of split batches that were divided, and all others."""
+        divided = [tensor for part in parts for tensor, _ in self.parts(part)]
+        own = {id(tensor) for tensor in divided}
+        leaves = (leaf for part in parts for leaf in tree_leaves(part))
+        return divided, [x for x in leaves if isinstance(x, Tensor) and id(x) not in own]
 
     def part_length(self, part: Any) -> int:
         """Return the number of positions of a rank's part of a batch."""

@@ -6,8 +6,8 @@ are injected at the model call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megatron_lightning.assembly.checks.attention_rows import bound_attention
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.shared_rows.entry import described, shared_models
+from megatron_lightning.layers.shared_rows.entry import shared_models
+from megatron_lightning.layers.shared_rows.full_arguments import Origins, described
 from megatron_lightning.layers.shared_rows.probed_call import RunOnStages
 from megatron_lightning.layers.styles.divided_embeddings import dividing_hooks
 from megatron_lightning.models.plans.hf_context import check_call
@@ -63,6 +64,10 @@ class SequenceParts(StepParticipant):
             *(shared.ranks for shared in self._shared.values()),
             *(hook for _, child in present_modules(scope.module) for hook in dividing_hooks(child)),
         ]
+        units = scope.part.units
+        self._apart: Callable[[], AbstractContextManager[None]] = (
+            nullcontext if units is None else units.apart
+        )
         self._warned: set[str] = set()
         self._dealing = Dealing.of(scope)
         self._says_deals = False
@@ -100,17 +105,19 @@ class SequenceParts(StepParticipant):
             if how := self._dealing.described(batch, length):
                 rank_zero_info(f"MegatronStrategy: {how}.")
         self._deals = self._deals_of(batch, microbatches, length)
+        parts = [
+            self.split.split(microbatch, deal)
+            for microbatch, deal in zip(microbatches, self._deals, strict=True)
+        ]
         with ExitStack() as during:
             for path, (plan, call) in self._calls.items():
                 during.enter_context(call.adding(partial(self._added, path, plan, length)))
             for shared in self._shared.values():
-                during.enter_context(shared.rows_of(length))
+                origins = Origins.of(*self.split.origins(parts))
+                during.enter_context(shared.rows_of(length, origins, self._apart))
             self._open(is_open=True)
             during.callback(self._open, is_open=False)
-            yield [
-                self.split.split(microbatch, deal)
-                for microbatch, deal in zip(microbatches, self._deals, strict=True)
-            ]
+            yield parts
 
     def _deals_of(self, batch: Any, microbatches: Sequence[Any], length: int) -> list[Deal | None]:
         """Return the chunks of each micro-batch."""

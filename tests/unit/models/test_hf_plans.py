@@ -17,7 +17,8 @@ import transformers
 from megatron_lightning.assembly.plans import find_plans, resolve_plans
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.attention.transformers_attention import put_core
-from megatron_lightning.layers.shared_rows.entry import _check_source
+from megatron_lightning.layers.shared_rows.full_arguments import FullArguments, Origins
+from megatron_lightning.layers.shared_rows.mixers import SharingRanks
 from megatron_lightning.layers.styles import (
     ColumnParallel,
     GatherSequence,
@@ -44,6 +45,7 @@ from megatron_lightning.models.plans.hf_documents import (
 )
 from megatron_lightning.models.plans.hf_plans import transformers_plan
 from megatron_lightning.parallel import ParallelLayout, ShardingPlan
+from megatron_lightning.parallel.grid.context import AxisGroup
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers import hf_models, image_models
 from tests.helpers.trainers import trainer
@@ -208,8 +210,10 @@ def test_a_hook_is_code(kind: str) -> None:
     assert foreign_code(model) == "model.layers.1.mlp.hook <lambda>" and finds_mixers(model)
 
 
-def test_other_models_with_images_are_refused_on_ranks_that_share_rows() -> None:
-    """Gemma 3 has LLaVA's parts, and the tokens of an image see each other."""
+def test_other_models_with_images_are_probed_on_ranks_that_share_rows() -> None:
+    """Gemma 3 has LLaVA's parts, and the tokens of an image see each other. One process proves
+    rows with images, so stages are refused.
+    """
     model, plan = image_models.MODELS["llava"](), ShardingPlan(modules={}, sequence_dim=1)
     with_context(model, plan)
     model.model.vision_tower.register_forward_hook(lambda *args: args[-1])  # sees all images
@@ -218,8 +222,11 @@ def test_other_models_with_images_are_refused_on_ranks_that_share_rows() -> None
     with pytest.raises(ConfigError, match=r"model\.language_model\.hook"):
         with_context(model, plan)
     model.config.model_type = "gemma3"
-    with pytest.raises(ConfigError, match=r"\(gemma3\) has a tower beside its text model"):
-        with_context(model, plan)
+    shared = with_context(model, plan).style_of("")
+    assert isinstance(shared, FoundMixers) and shared.takes_media
+    stages = ParallelLayout(context_parallel_size=2, pipeline_model_parallel_size=2)
+    with pytest.raises(ShardingError, match="There are 2 pipeline stages"):
+        shared.check_context(model, stages, plan)
 
 
 def test_an_encoder_beside_a_decoder_has_full_rows() -> None:
@@ -233,8 +240,15 @@ def test_an_encoder_beside_a_decoder_has_full_rows() -> None:
     stages = ParallelLayout(context_parallel_size=2, pipeline_model_parallel_size=2)
     with pytest.raises(ShardingError, match=r"encoder runs on full rows .* 2 pipeline stages"):
         shared.check_context(model, stages, plan)
-    with pytest.raises(ConfigError, match=r"input_ids of 6 columns, .* out of sequence_dims"):
-        _check_source("T5", {"input_ids": torch.zeros(2, 6)}, 6)
+    source, part, cut = (torch.zeros(2, n) for n in (6, 6, 3))
+    own = FullArguments(SharingRanks(AxisGroup("cp", (0, 1), 0, None)), {})
+    own.origins = Origins.of([part], [source])
+    rows = {"decoder_input_ids": torch.zeros(2, 12)}
+    own.of(model, (), {"input_ids": source, **rows}, 12)  # as long as a part, and known to be full
+    for wrong in (part[:, :4], torch.zeros(2, 6)):
+        with pytest.raises(ConfigError, match=r"input_ids of the size .* out of sequence_dims"):
+            own.of(model, (), {"input_ids": wrong, **rows}, 12)
+    own.of(model, (), {"input_ids": cut, **rows}, 12)
     labels = torch.zeros(2, 6)
     check_call(model, {"labels": labels, "decoder_input_ids": labels}, {}, 12)
     with pytest.raises(ConfigError, match="labels without decoder_input_ids"):
