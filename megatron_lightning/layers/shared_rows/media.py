@@ -85,7 +85,7 @@ class Media:
             module = self.model.get_submodule(path)
             if module._compiled_call_impl is not None:
                 raise ConfigError(
-                    f'compile="block" compiles {path} of {type(self.model).__name__}, and its ranks '
+                    f'compile="block" compiles {path} of {type(self.model).__name__}, and ranks '
                     "join hidden states behind blocks where images need it, which makes no graph. "
                     "Leave compile out, or set context_parallel_size to 1."
                 )

@@ -125,7 +125,8 @@ class SharedMixer(ABC):
         if slot is None:
             slot = MixerSlot(self)
             # Exchanges make no graph: a compiled block runs the module uncompiled.
-            wrap(module, "forward", torch.compiler.disable(slot))
+            uncompiled: Any = torch.compiler.disable(slot)  # type: ignore[no-untyped-call]
+            wrap(module, "forward", uncompiled)
         slot.way = self
         return slot
 
