@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 VOCABULARY = 128
-LENGTH = 16
+LENGTH = 32
 
 _NUM_LAYERS = 4
 _SMALL: dict[str, Any] = {
@@ -122,7 +122,7 @@ _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deit", "dinov2", "vit"), _PICTURES),
     "llava": _LLAVA,
-    # Indexers that leave keys out, in rows of 16 tokens.
+    # Indexers that leave keys out, in short rows.
     **{name: {"index_topk": 6} for name in ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4")},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {
