@@ -59,6 +59,11 @@ IMAGE_FAMILIES: Mapping[str, frozenset[str]] = MappingProxyType(
 """``model_type`` of models that merge images with the embeddings of text -> ``model_type`` of the
 text models, called with embeddings."""
 _TEXT_MODELS = ("language_model", "text_model")
+_HEADS_OF_TOKENS = (
+    "ForCausalLM", "LMHeadModel", "WithLMHead", "ForMaskedLM", "ForConditionalGeneration",
+    "MTModel", "GenerationDecoder", "Text2Text",
+)  # fmt: skip
+"""Ends of the names of classes of ``transformers``."""
 
 _FULL_ROWS = ("input_ids", "position_ids", "mm_token_type_ids", "token_type_ids")
 """Keywords of models with images for values of tokens, which they get of full rows."""
@@ -200,11 +205,13 @@ def _attention_rows(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> dic
 
 
 def _is_language_model(model: nn.Module) -> bool:
-    """Return whether a model has the base model's outputs, or a head for each token."""
-    own: Any = model
-    name, base = type(model).__name__, getattr(model, "base_model", model)
-    known = name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM"))
-    return base is model or known or own.get_output_embeddings() is not None
+    """Return whether a model has the base model's outputs, or a head for each token alone:
+    ``BertForPreTraining`` and ``GPT2DoubleHeadsModel`` judge a whole text, too.
+    """
+    classes = (cls.__name__ for cls in type(model).__mro__)
+    return getattr(model, "base_model", model) is model or any(
+        name.endswith(_HEADS_OF_TOKENS) for name in classes
+    )
 
 
 def _check_positions(config: Any, name: str) -> None:

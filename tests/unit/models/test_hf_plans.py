@@ -277,6 +277,17 @@ def test_what_short_rows_do_not_show_of_a_model_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["BertForPreTraining", "GPT2DoubleHeadsModel", "ElectraForPreTraining"]
+)
+def test_heads_that_judge_a_whole_text_do_not_share_rows(name: str) -> None:
+    """Beside a head for each token, whose logits alone are compared."""
+    with torch.device("meta"):
+        model = getattr(transformers, name)(getattr(transformers, name).config_class())
+    with pytest.raises(ConfigError, match=f"{name} is not known to work .* its head may mix"):
+        with_context(model, ShardingPlan(modules={}, sequence_dim=1))
+
+
+@pytest.mark.parametrize(
     ("option", "message"),
     [("use_cache", "use_cache is on"), ("output_router_logits", "asked for router logits")],
 )
