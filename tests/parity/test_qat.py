@@ -100,6 +100,10 @@ def test_a_layout_equals_one_process(
     # The losses of the weights themselves differ by 1e-7 and 3e-8.
     has_flips = layout in ("tp2", "tp2-sp") and qat in ("fp8_tensor", "int8")
     tolerance = 1e-5 if has_flips else 1e-6
+    if (layout, qat) == ("etp2", "int8"):
+        # Norms differ by 5e-5 at the fourth step, losses by 5e-6, and without rounding by 0. One
+        # process, from weights changed in their last bit, differs from itself by 8e-7 to 1e-3.
+        tolerance = 1e-4
     if qat is BOTH:  # so do inputs, of every layer behind a sum over ranks
         tolerance = 2e-3
     assert losses == pytest.approx(expected, rel=tolerance)
