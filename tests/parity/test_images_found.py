@@ -122,9 +122,12 @@ def test_training_equals_one_process(layout: str, names: list[str]) -> None:
     (alone,) = run_ranks(1, train_all, [(name, None, MODELS[name][0]) for name in names])
     for index, name in enumerate(names):
         norms, weights, _ = alone[index]
+        ways = MODELS[name][1]
+        if (name, layout) == ("qwen3.5", "cp4"):  # its convolution reads more than segments of 2
+            ways = ["gather", "ring"]
         for rank in found:
             own_norms, own_weights, [kinds] = rank[index]
-            assert sorted(set(kinds.values())) == MODELS[name][1], (name, kinds)
+            assert sorted(set(kinds.values())) == ways, (name, kinds)
             assert own_norms == pytest.approx(norms, rel=1e-5), name
             for key in weights if own_weights else ():
                 assert np.allclose(own_weights[key], weights[key], rtol=0, atol=1e-5), key
