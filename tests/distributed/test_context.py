@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
+from megatron_lightning.parallel.grid.context import GROUPS
 from tests.helpers.ranks import run_ranks
 
 
@@ -40,16 +41,26 @@ def test_groups_communicate_and_two_contexts_coexist() -> None:
     assert results[3]["tp"] == 2 + 3 and results[3]["pp"] == 1 + 3 and results[0]["world"] == 6
 
 
-def _shares_with_layers() -> list[bool]:
-    context = ParallelContext(ParallelLayout(context_parallel_size=2))
-    experts = ParallelContext(ParallelLayout(expert_model_parallel_size=2))
-    pairs = (context.dp_cp, context.cp), (experts.dp_cp, experts.ep)
-    return [one.process_group is other.process_group for one, other in pairs]
+def _shared_communicators(axis: str, layout: ParallelLayout) -> set[str]:
+    """Return the groups of data-parallel ranks that share a communicator with a group of layers."""
+    context = ParallelContext(layout)
+    assert context.axis(axis).size == 2
+    layers = {context.axis(n).process_group for n in GROUPS if "dp" not in n} - {None}
+    reducing = [context.axis(name) for name in GROUPS if "dp" in name]
+    return {group.name for group in reducing if group.process_group in layers}
 
 
-def test_gradients_share_no_communicator_with_layers() -> None:
+@pytest.mark.parametrize(
+    ("axis", "layout"),
+    [
+        ("cp", ParallelLayout(context_parallel_size=2)),
+        ("ep", ParallelLayout(expert_model_parallel_size=2)),
+        ("tp", ParallelLayout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)),
+    ],
+)
+def test_gradients_share_no_communicator_with_layers(axis: str, layout: ParallelLayout) -> None:
     """Ranks that use other parameters reduce them between other exchanges of layers."""
-    assert run_ranks(2, _shares_with_layers) == [[False, False]] * 2
+    assert run_ranks(2, _shared_communicators, axis, layout) == [set()] * 2
 
 
 def _part_of_the_replicas(tensor: int, instances: int) -> tuple[int, ...]:

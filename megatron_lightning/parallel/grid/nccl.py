@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import yaml
@@ -124,25 +124,45 @@ def _options(group: object, values: Mapping[str, Any], path: str | Path) -> Nccl
         raise ConfigError(f"{path}, {group}: {error}") from None
 
 
-def options_by_ranks(
-    options: Mapping[str, NcclOptions], ranks_of: Mapping[str, tuple[int, ...]]
-) -> dict[tuple[int, ...], NcclOptions]:
-    """Return the options of a rank's communicators. Groups of the same ranks have the same.
+class Shared(NamedTuple):
+    """What groups with one communicator have in common."""
+
+    ranks: tuple[int, ...]
+    reduces_gradients: bool
+    """Whether they are groups of data-parallel ranks."""
+
+
+def shared_by(name: str, ranks: tuple[int, ...]) -> Shared:
+    """Return which groups a group shares a communicator with: those of the same ranks.
+
+    A bucket of gradients is reduced as soon as a rank has its gradients, or at the end of backward
+    where the rank has not used a parameter (an expert without a token). Between the exchanges of
+    layers, that is not the same order on all ranks, so that groups of data-parallel ranks (``dp``,
+    ``dp-cp``, ``tp-dp-cp``, ``edp``, ``world``) share none with the groups of layers.
+    """
+    return Shared(ranks, "dp" in name or name == "world")
+
+
+def options_of_communicators(
+    options: Mapping[str, NcclOptions], shared: Mapping[str, Shared]
+) -> dict[Shared, NcclOptions]:
+    """Return the options of a rank's communicators.
 
     Args:
         options: By the name of the group.
-        ranks_of: Ranks of the groups.
+        shared: Name of a group -> what it has in common with those that share its communicator.
 
     Raises:
-        ConfigError: If two groups of the same ranks have different options.
+        ConfigError: If two groups that share a communicator have different options.
     """
-    chosen: dict[tuple[int, ...], tuple[str, NcclOptions]] = {}
+    chosen: dict[Shared, tuple[str, NcclOptions]] = {}
     for name, group_options in options.items():
-        ranks = ranks_of[name]
-        first_name, first_options = chosen.setdefault(ranks, (name, group_options))
+        first_name, first_options = chosen.setdefault(shared[name], (name, group_options))
         if first_options != group_options:
+            ranks = shared[name].ranks
             raise ConfigError(
                 f"the NCCL options of {first_name} and {name} differ, and both are the "
-                f"{len(ranks)} ranks {ranks}. Remove the options of one, or make both equal."
+                f"{len(ranks)} ranks {ranks}, which share a communicator. Remove the options "
+                "of one, or make both equal."
             )
-    return {ranks: group_options for ranks, (_, group_options) in chosen.items()}
+    return {key: group_options for key, (_, group_options) in chosen.items()}

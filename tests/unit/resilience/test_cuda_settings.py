@@ -18,7 +18,12 @@ from megatron_lightning.parallel.grid.gpu_queues import (
     check_connections,
     check_exchange,
 )
-from megatron_lightning.parallel.grid.nccl import NcclOptions, options_by_ranks, read_nccl_options
+from megatron_lightning.parallel.grid.nccl import (
+    NcclOptions,
+    options_of_communicators,
+    read_nccl_options,
+    shared_by,
+)
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 
@@ -78,13 +83,14 @@ def test_a_missing_file_is_refused() -> None:
 def test_groups_of_the_same_ranks_cannot_differ() -> None:
     """Without context parallelism dp and dp-cp are one communicator."""
     few, many = NcclOptions(max_ctas=4), NcclOptions(max_ctas=8)
-    ranks = {"dp": (0, 2), "dp-cp": (0, 2), "tp": (0, 1)}
+    ranks = {"dp": (0, 2), "dp-cp": (0, 2), "tp": (0, 1), "ep": (0, 2)}
+    shared = {name: shared_by(name, of_group) for name, of_group in ranks.items()}
     with pytest.raises(
         ConfigError, match=r"dp and dp-cp differ, and both are the 2 ranks \(0, 2\)"
     ):
-        options_by_ranks({"dp": few, "dp-cp": many}, ranks)
-    same = options_by_ranks({"dp": few, "dp-cp": few, "tp": many}, ranks)
-    assert same == {(0, 2): few, (0, 1): many}
+        options_of_communicators({"dp": few, "dp-cp": many}, shared)
+    same = options_of_communicators({"dp": few, "dp-cp": few, "tp": many, "ep": many}, shared)
+    assert same == {shared["dp"]: few, shared["tp"]: many, shared["ep"]: many}
 
 
 def _communicators() -> Any:
