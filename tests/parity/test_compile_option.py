@@ -29,7 +29,7 @@ LAYERS = 10
 
 def _train(layout: dict[str, Any], recompute: RecomputeOptions | None, compiled: bool) -> Any:
     pl.seed_everything(3, verbose=False)
-    module, graphs = GPTLightningModule(small_gpt(LAYERS), learning_rate=1e-3), _Graphs()
+    module, graphs = GPTLightningModule(small_gpt(LAYERS), learning_rate=1e-4), _Graphs()
     options: dict[str, Any] = {}
     if compiled:
         options = {"compile": "block", "compile_options": CompileOptions(backend="aot_eager")}
