@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from html import escape
 from itertools import product, zip_longest
@@ -87,6 +87,13 @@ def distance(found: Sequence[float], beside: Sequence[float], window: int = WIND
     return Distance(single[0], equal, max(single), means[farthest], (farthest + 1) * window)
 
 
+def _bounds(found: Iterable[Distance]) -> Distance:
+    """Return what no pair of runs exceeds."""
+    first, equal, single, averaged, at = zip(*found, strict=True)
+    farthest = max(averaged)
+    return Distance(max(first), min(equal), max(single), farthest, at[averaged.index(farthest)])
+
+
 def pairs(
     record: Mapping[str, Any], beside: Mapping[str, Any]
 ) -> list[tuple[Sequence[float], Sequence[float]]]:
@@ -143,8 +150,7 @@ def tables(records: Mapping[str, Mapping[str, Any]], contract: Contract) -> Iter
         plan, losses = PLANS[name], record["losses"]
         cells = [""] * 5
         if plan.beside in records:
-            compared = pairs(record, records[str(plan.beside)])
-            found = max((distance(*pair) for pair in compared), key=lambda each: each.single)
+            found = _bounds(distance(*pair) for pair in pairs(record, records[str(plan.beside)]))
             cells = [
                 str(plan.beside), f"{found.first:.1e}", f"{found.equal_steps} steps",
                 f"{found.single:.1e}", f"{found.averaged:.1e}, to step {found.at}",

@@ -118,6 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options["reports"] and not options["merge"]:
         parser.error("there is nothing to add. Name reports of pytest, or --merge FILE.")
     for run in options["merge"]:
+        if not run.is_file():
+            parser.error(f"--merge: there is no file {run}")
         tests, cases = merge(run)
         print(f"{run}: {tests} tests, {cases} cases; written: {RECORD} and {CASES_RECORD.name}")
     defaults = {name: options[name] for name in FACTS if options[name] is not None}

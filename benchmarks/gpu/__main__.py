@@ -108,6 +108,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         jobs.seconds(options.budget)
     except ValueError as error:
         parser.error(f"--budget: {error}")
+    if options.record is not None and not options.record.absolute().parent.is_dir():
+        parser.error(f"--record: there is no folder {options.record.absolute().parent}")
     for each in options.earlier:
         if not each.is_file():
             parser.error(f"--continue: there is no file {each}")
@@ -123,13 +125,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Read the command line and run. Return 1 if something failed or is missing."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    _check(parser, options)
     if not torch.cuda.is_available():
         print(
             f"no GPU: torch {torch.__version__} finds no CUDA device here, so there is nothing to "
             "test or measure."
         )
         return 0
-    _check(parser, options)
     # The workers end with this process, whoever ends it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if options.case is not None:

@@ -84,6 +84,9 @@ lr-wsd-decay-iters | model.lr_schedule | wsd_decay_steps of LRSchedule
 lr-wsd-decay-samples | model.lr_schedule | wsd_decay_steps of LRSchedule
 lr-wsd-decay-style | model.lr_schedule | of LRSchedule
 weight-decay | model.weight_decay
+start-weight-decay | model.lr_schedule | its start_wd
+end-weight-decay | model.lr_schedule | its end_wd
+weight-decay-incr-style | model.lr_schedule | its wd_incr_style
 adam-beta1 | model.betas | the first of two
 adam-beta2 | model.betas | the second of two
 adam-eps | model.eps
