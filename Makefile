@@ -79,7 +79,7 @@ $(INTEROP): $(INSTALLED)
 $(APART_INSTALLED): $(INSTALLED)
 	$(BIN)/python -m venv $(APART)
 	grep -Ev '$(NOT_APART)' constraints.txt > $(APART)/constraints.txt
-	$(APART)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(APART)/constraints.txt -e '.[test,interop_apart]'
+	$(APART)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(APART)/constraints.txt -e '.[test,interop-apart]'
 	@touch $@
 
 # Both environments run before the result counts, and a skip without a reason fails.

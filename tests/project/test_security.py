@@ -15,7 +15,7 @@ TOOLS = {  # of tests and pages, which read nothing of others
     "hypothesis", "import-linter", "mike", "ml-dtypes", "mkdocs", "mkdocs-material", "mkdocstrings",
     "mypy", "peft", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-pyyaml",
 }  # fmt: skip
-OF_TESTS = ("interop", "interop_apart")
+OF_TESTS = ("interop", "interop-apart")
 """Extras of packages that tests compare with: nothing of ours needs them."""
 
 
