@@ -4,6 +4,7 @@ found, and proven with the first rows that have images. Training equals one proc
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from megatron_lightning.layers.shared_rows.probed_call import ProbedCall
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.layouts import CP, TP, fit
 from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import trainer
 
 pytest.importorskip("transformers")
 
@@ -131,6 +133,46 @@ def test_training_equals_one_process(layout: str, names: list[str]) -> None:
             assert own_norms == pytest.approx(norms, rel=1e-5), name
             for key in weights if own_weights else ():
                 assert np.allclose(own_weights[key], weights[key], rtol=0, atol=1e-5), key
+
+
+class Evaluated(Found):
+    """Enters inference mode, as Lightning does around evaluation on GPUs."""
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.training_step(batch, batch_idx)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        with torch.inference_mode():
+            loss = self.training_step(batch, batch_idx)
+        self.log("loss", loss, batch_size=int(self.num_items(batch)))
+
+
+def _validate(options: dict[str, Any] | None, folder: str) -> list[float]:
+    losses = []
+    for name in ("gemma3", "granite4"):
+        strategy = "auto" if options is None else MegatronStrategy(**options)
+        own: Any = trainer(strategy, default_root_dir=folder)
+        samples: Any = rows(name, "i")
+        found = own.validate(Evaluated(name), DataLoader(samples, BATCH), verbose=False)
+        losses.append(found[0]["loss"])
+    return losses
+
+
+def test_first_images_in_evaluation(tmp_path: Path) -> None:
+    (alone,) = run_ranks(1, _validate, None, str(tmp_path))
+    for losses in run_ranks(2, _validate, CP2, str(tmp_path)):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def _predict(options: dict[str, Any], folder: str) -> int:
+    own: Any = trainer(MegatronStrategy(**options), default_root_dir=folder)
+    samples: Any = rows("granite4", "ti")[:3]
+    return len(own.predict(Evaluated("granite4"), DataLoader(samples, 1)))
+
+
+def test_replicas_with_other_numbers_of_calls(tmp_path: Path) -> None:
+    """One has a row with an image more."""
+    assert run_ranks(4, _predict, CP2, str(tmp_path), timeout_s=60) == [2, 2, 1, 1]
 
 
 # ------------------------------------------------------------------------------------------ mutants

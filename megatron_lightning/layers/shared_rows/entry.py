@@ -65,6 +65,8 @@ class SharedRows:
     others: tuple[AxisGroup, ...]
     mixers: ContextMixers
     pp: AxisGroup | None = None
+    replica: tuple[AxisGroup, ...] = ()
+    """Groups that together join the ranks whose calls need one another. Empty: all ranks."""
     kinds: dict[str, str] = field(default_factory=dict)
     """Path of a module that mixes tokens -> the way in which it works on a rank's part."""
     _length: int | None = None
@@ -73,21 +75,22 @@ class SharedRows:
     _media: Media | None = None
     """None: rows hold text alone."""
 
-    _apart: Apart = nullcontext
+    _apart: Apart | None = None
 
     def __post_init__(self) -> None:
         self._full = FullArguments(self.ranks, self.kinds)
 
     @contextmanager
     def rows_of(
-        self, length: int | None, origins: Origins | None = None, apart: Apart = nullcontext
+        self, length: int | None, origins: Origins | None = None, apart: Apart | None = None
     ) -> Iterator[None]:
         """Context of a step, with rows of ``length`` tokens. None: of calls that are not divided.
 
         Args:
             length: Tokens of a full row.
             origins: Where tensors of the batch come from. None: unknown.
-            apart: Context of calls that are none of the step's.
+            apart: Context of calls that are none of the step's, for which the ranks of all replicas
+                gather weights. None: a replica calls alone.
         """
         before = self._length, self._full.origins, self._apart
         self._length, self._full.origins, self._apart = length, origins or Origins(), apart
@@ -115,8 +118,9 @@ class SharedRows:
             return None  # a probe
         given = self._full.of(module, args, kwargs, self._length)
         if self._media is not None:
-            with self._apart():
-                self._media.begin(given, self._length, partial(self.rows_of, None))
+            full = partial(self.rows_of, None, apart=self._apart)
+            with (self._apart or nullcontext)():
+                self._media.begin(given, self._length, full)
             self.kinds |= self._media.kinds
         return (), given
 
@@ -232,7 +236,9 @@ class SharedRows:
         self.kinds |= {path: known[path] for path, _ in model.named_modules() if path in known}
         if self.ranks.takes_media:
             blocks = {block.path: block for block in findings.blocks}
-            self._media = Media(model, self.ranks, probe, self._agree, blocks, slots, self.divided)
+            agree = self._agree_in_replica
+            later = Probe(model, probe.length, self.ranks, agree, self._kinds_for)
+            self._media = Media(model, self.ranks, later, agree, blocks, slots, self.divided)
             self._media.bind()
             return
         rings = {path for path, kind in known.items() if kind == RingMixer.kind}
@@ -264,6 +270,11 @@ class SharedRows:
 
     def _agree(self, value: bool) -> bool:
         return self._agree_in(self.others, value)
+
+    def _agree_in_replica(self, value: bool) -> bool:
+        """Replicas may have other numbers of calls, as in predictions."""
+        alone = self.replica if self._apart is None else ()
+        return self._agree_in(alone or self.others, value)
 
     def _agree_on_stages(self, value: bool) -> bool:
         pp = () if self.pp is None else (self.pp,)

@@ -242,8 +242,8 @@ class _FullCall:
     """Paths of blocks behind which code changes hidden states."""
     finding: str = ""
     """The first block that differs."""
-    _outputs: list[tuple[Tensor, int]] = field(default_factory=list)
-    """Outputs of the block before, and their versions."""
+    _outputs: list[tuple[Tensor, int | Tensor]] = field(default_factory=list)
+    """Outputs of the block before, and their versions, or copies of them."""
     _before: str = ""
     _is_trying: bool = False
 
@@ -281,14 +281,14 @@ class _FullCall:
         if hidden is None or not self._before:
             return
         states = hidden[1]
-        if not any(x is states and x._version == version for x, version in self._outputs):
+        if not any(x is states and _is_unchanged(x, before) for x, before in self._outputs):
             self.changed.add(self._before)
 
     def block_ends(self, block: Block, module: nn.Module, values: Any, output: Any) -> None:
         """Compare the block on the rank's part, with what it gets for the first time in full."""
         self._before = block.path
         block.seen |= {place for place, _ in tensors(values)}
-        self._outputs = [(x, x._version) for _, x in tensors(output)]
+        self._outputs = [(x, _version(x)) for _, x in tensors(output)]
         hidden = hidden_states(values, block.divided)
         if hidden is not None and not self.finding:
             self._is_trying = True
@@ -351,6 +351,19 @@ class _BlockEnds:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.call.block_ends(self.block, module, (args, kwargs), output)
+
+
+def _version(tensor: Tensor) -> int | Tensor:
+    """Return what tells changes in place: a copy in evaluation on GPUs, where Lightning enters
+    inference mode, which counts no versions.
+    """
+    return tensor.clone() if tensor.is_inference() else tensor._version
+
+
+def _is_unchanged(tensor: Tensor, before: int | Tensor) -> bool:
+    if isinstance(before, Tensor):
+        return torch.equal(tensor, before)
+    return tensor._version == before
 
 
 def _hooked(module: nn.Module, hook: Any) -> Any:

@@ -86,7 +86,8 @@ class Probe:
         kinds: Callable[[str], Sequence[type[SharedMixer]]],
     ) -> None:
         self._model = model
-        self._length = length
+        self.length = length
+        """Tokens of a row."""
         self._ranks = ranks
         self._agree = agree
         self._kinds = kinds
@@ -144,7 +145,7 @@ class Probe:
         call = _Call(module, self._paths[module], is_block=False)
         if module in self._items and not any(outer.is_block for outer in self._stack):
             values = (args, kwargs)
-            hidden = hidden_states(values, Places.of(values, self._length).dims)
+            hidden = hidden_states(values, Places.of(values, self.length).dims)
             if hidden is not None:
                 inner = {id(hidden[1])} | {id(x) for x in self._outputs}
                 ids = frozenset(id(x) for _, x in tensors(values)) - inner
@@ -168,7 +169,7 @@ class Probe:
 
     def _end_block(self, call: _Call, args: Any, kwargs: Any, output: Any) -> None:
         """Note what is divided before a block, and by whom. A block returns hidden states."""
-        hidden = hidden_states((args, kwargs), Places.of((args, kwargs), self._length).dims)
+        hidden = hidden_states((args, kwargs), Places.of((args, kwargs), self.length).dims)
         if hidden is None or all(x.shape != hidden[1].shape for _, x in tensors(output)):
             return
         if not call.mixers:
@@ -178,7 +179,7 @@ class Probe:
         handed_on = frozenset[int]().union(*(mixer.handed_on for mixer in call.mixers))
         seen = {place: id(x) for place, x in tensors((args, kwargs))}
         full = {place for place, own in seen.items() if own in handed_on & call.from_outside}
-        divided = Places.of((args, kwargs), self._length).without(full)
+        divided = Places.of((args, kwargs), self.length).without(full)
         self._outputs += [x for _, x in tensors(output)]
         self._findings.blocks.append(Block(call.path, divided.dims, frozenset(seen)))
 
@@ -187,7 +188,7 @@ class Probe:
     def _tried(self, call: _Call, args: Any, kwargs: Any) -> _Mixer | None:
         """Return the way in which a module shares rows. None: it does not mix tokens."""
         values = (args, kwargs)
-        places = Places.of(values, self._length)
+        places = Places.of(values, self.length)
         if hidden_states(values, places.dims) is None:
             return None
         # Full rows are what the block has from its caller; hidden states are divided before it.
@@ -197,7 +198,7 @@ class Probe:
             if not self._mixes(call.module, values, places.dims, full_output):
                 _check_weights(call.module, call.path, full_output)
                 return None
-            outputs = Places.of(full_output, self._length)
+            outputs = Places.of(full_output, self.length)
             arguments = Arguments(places, outputs, frozenset(full))
             kinds = self._kinds(call.path)
             way = self._first_equal(call, arguments, values, full_output, kinds)
@@ -276,7 +277,7 @@ class Probe:
         if hidden is None:
             return False
         # Not neighbors: both may be the last tokens of a chunk, which no later token sees.
-        at = slice(self._length // 3, self._length // 3 + 3, 2)
+        at = slice(self.length // 3, self.length // 3 + 3, 2)
         place, states = hidden
         dim = inputs[place]
         other = states.clone()
@@ -285,7 +286,7 @@ class Probe:
         chosen.add_(torch.randn(chosen.shape, generator=generator, device="cpu").to(other))
         args, kwargs = changed(values, lambda p, x: other if p == place else x)
         found = dict(tensors(module.forward(*args, **kwargs)))
-        dims = Places.of(output, self._length).dims
+        dims = Places.of(output, self.length).dims
         for name, expected in tensors(output):
             if name in dims and expected.is_floating_point():
                 difference = (found[name] - expected).abs().movedim(dims[name], 0).flatten(1)

@@ -79,7 +79,9 @@ class FoundMixers(AdditionalStyle):
             attention = BACKENDS[cp_comm_type_of(None, context)](context)
             ranks = SharingRanks(context.cp, attention, takes_media=self.takes_media)
             pp = context.pp if context.layout.num_stages > 1 else None
-            hook = SharedRows(ranks, groups, context.context_options.mixers, pp)
+            # Experts meet the tokens of other replicas.
+            replica = () if context.layout.divides_experts else (context.cp, context.tp)
+            hook = SharedRows(ranks, groups, context.context_options.mixers, pp, replica)
             module.register_forward_pre_hook(hook, with_kwargs=True)
         return module
 

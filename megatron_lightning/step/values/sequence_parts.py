@@ -7,7 +7,7 @@ are injected at the model call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -65,8 +65,8 @@ class SequenceParts(StepParticipant):
             *(hook for _, child in present_modules(scope.module) for hook in dividing_hooks(child)),
         ]
         units = scope.part.units
-        self._apart: Callable[[], AbstractContextManager[None]] = (
-            nullcontext if units is None else units.apart
+        self._apart: Callable[[], AbstractContextManager[None]] | None = (
+            None if units is None else units.apart
         )
         self._warned: set[str] = set()
         self._dealing = Dealing.of(scope)
