@@ -87,6 +87,12 @@ def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
             "as heads that judge a whole text do. Set context_parallel_size to 1, or use a "
             "language model."
         )
+    if getattr(model, "pooler", None) is not None:
+        raise ConfigError(
+            f"{name}.pooler_output is made of one token of a row, and ranks that share rows would "
+            "each take one of their own part. Make the model with add_pooling_layer=False, or set "
+            "context_parallel_size to 1."
+        )
     if finds_mixers(model):
         return _with_found_mixers(model, plan)
     _check_positions(config, name)
@@ -281,12 +287,13 @@ def check_call(
 
 def _is_on(model: nn.Module, given: Mapping[str, Any], name: str) -> bool:
     """Return an option of a call: its own, or else that of the configuration. With images the text
-    model reads its own configuration.
+    model reads its own configuration, and the whole model may ask it for router logits.
     """
     if given.get(name) is not None:
         return bool(given[name])
     config: Any = model.config
-    configs = (config, config.get_text_config()) if takes_images(model) else (config,)
+    reads_both = name == LOGITS or takes_images(model)
+    configs = (config, config.get_text_config()) if reads_both else (config,)
     return any(getattr(one, name, False) for one in configs)
 
 

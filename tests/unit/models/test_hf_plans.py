@@ -287,6 +287,24 @@ def test_heads_that_judge_a_whole_text_do_not_share_rows(name: str) -> None:
         with_context(model, ShardingPlan(modules={}, sequence_dim=1))
 
 
+def test_a_pooler_of_one_token_does_not_share_rows() -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = transformers.BertConfig(**sizes, vocab_size=32, intermediate_size=24)
+    plan = ShardingPlan(modules={}, sequence_dim=1)
+    with pytest.raises(ConfigError, match=r"BertModel.pooler_output .* add_pooling_layer=False"):
+        with_context(transformers.BertModel(config), plan)
+    with_context(transformers.BertModel(config, add_pooling_layer=False), plan)
+
+
+def test_router_logits_of_a_text_model_are_refused_in_any_family() -> None:
+    model = image_models.MODELS["gemma3"]()
+    given = {"input_ids": torch.zeros(1, 4)}
+    check_call(model, given, {}, 4)
+    model.config.text_config.output_router_logits = True
+    with pytest.raises(ConfigError, match="asked for router logits"):
+        check_call(model, given, {}, 4)
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [("use_cache", "use_cache is on"), ("output_router_logits", "asked for router logits")],
