@@ -105,10 +105,10 @@ class PipelinedStepRunner(StepRunner):
         """Run a step on a batch. Return the step's output."""
         if self._scope.options.pipeline.explicit_steps:
             return self._explicitly(hook, batch, indices)
-        with self._parts(batch) as microbatches:
+        with self._parts(hook, batch) as microbatches:
             return self._run(hook, getattr(self._scope.module, hook), microbatches, indices)
 
-    def _parts(self, batch: Any) -> AbstractContextManager[list[Any]]:
+    def _parts(self, hook: str, batch: Any) -> AbstractContextManager[list[Any]]:
         """Return the context of steps on the micro-batches of a batch. The context yields the
         micro-batches, for ranks sharing sequences this rank's part of each.
         """
@@ -117,7 +117,7 @@ class PipelinedStepRunner(StepRunner):
             return nullcontext(microbatches)
         if self._scope.part.partition is not None:
             self._sequence.find_mixers(self._run_on_stages)
-        return self._sequence.divided(batch, microbatches)
+        return self._sequence.divided(hook, batch, microbatches)
 
     def _run_on_stages(self, keywords: dict[str, Any]) -> Any:
         """Call the pipelined module once on all stages, beside the steps. Return its output on the
@@ -135,7 +135,7 @@ class PipelinedStepRunner(StepRunner):
         if self._explicit is None:
             raise not_in_a_step()
         hook = self._explicit.begin(trains=torch.is_grad_enabled())
-        with self._parts(batch) as microbatches:
+        with self._parts(hook, batch) as microbatches:
             return self._run(hook, fn, microbatches, ())
 
     def _explicitly(self, hook: str, batch: Any, indices: tuple[Any, ...]) -> Any:

@@ -47,8 +47,10 @@ def _why_two(model: nn.Module, plan: ShardingPlan) -> str | None:
     name = type(model).__name__
     if not plan.takes_deals:
         return f"the sharding plan of {name} does not say takes_deals=True"
-    # Code in models of transformers is looked for with their plans.
-    if isinstance(model, GPTModel) and (code := foreign_code(model, _own_modules(model, plan))):
+    # Code in models of transformers is looked for with their plans. A plan made with | of the plan
+    # of a GPTModel says what that plan says, also for the code around the model.
+    has_gpt = any(isinstance(module, GPTModel) for module in model.modules())
+    if has_gpt and (code := foreign_code(model, _own_modules(model, plan))):
         return f"{name} has code of others ({code}), which may mix tokens of two"
     return None
 

@@ -160,7 +160,7 @@ class ShardingPlan:
     packed_positions: bool = False
     """Whether a document begins where positions do not go on by 1, as in ``transformers``, so that
     the model receives ``documents`` derived from the positions."""
-    takes_deals: bool = False
+    takes_deals: bool | None = None
     """Whether each module of the model that mixes tokens takes the chunks of any
     :attr:`~megatron_lightning.layers.Documents.deal`. Modules of styles in the table do, if
     attention receives the documents. Otherwise packed rows are divided as rows of one
@@ -211,7 +211,7 @@ class ShardingPlan:
             lengths=self.lengths if other.lengths is None else other.lengths,
             packed_positions=self.packed_positions or other.packed_positions,
             full_rows=other.full_rows or self.full_rows,
-            takes_deals=self.takes_deals or other.takes_deals,
+            takes_deals=self.takes_deals if other.takes_deals is None else other.takes_deals,
             shards_output=self.shards_output or other.shards_output,
             why_full_sequence=self.why_full_sequence or other.why_full_sequence,
         )

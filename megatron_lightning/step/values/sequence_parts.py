@@ -69,8 +69,9 @@ class SequenceParts(StepParticipant):
             None if units is None else units.apart
         )
         self._warned: set[str] = set()
-        self._dealing = Dealing.of(scope)
-        self._says_deals = False
+        self._dealing = Dealing.of(scope, self.split.dims)
+        self._described: set[bool] = set()
+        """Whether it trains: kinds of steps whose division of rows was said."""
         self._deals: list[Deal | None] = []
         self._deal: Deal | None = None
         """Chunks of the micro-batch at hand."""
@@ -94,17 +95,16 @@ class SequenceParts(StepParticipant):
                 rank_zero_info(f"MegatronStrategy: {type(model).__name__} shares rows: {ways}.")
 
     @contextmanager
-    def divided(self, batch: Any, microbatches: Sequence[Any]) -> Iterator[list[Any]]:
-        """Yield this rank's part of the sequences of each micro-batch of a batch. Calls of the
-        models receive the positions of the part.
+    def divided(self, hook: str, batch: Any, microbatches: Sequence[Any]) -> Iterator[list[Any]]:
+        """Yield this rank's part of the sequences of each micro-batch of a batch of the step
+        ``hook``. Calls of the models receive the positions of the part.
         """
         length = self.split.length(batch)
         self.find_mixers()
-        if self.deals and not self._says_deals:
-            self._says_deals = True
-            if how := self._dealing.described(batch, length):
-                rank_zero_info(f"MegatronStrategy: {how}.")
-        self._deals = self._deals_of(batch, microbatches, length)
+        # A training step that calls the pipeline itself may ask for values alone.
+        trains = hook == "training_step" and torch.is_grad_enabled()
+        self._describe(batch, length, trains=trains)
+        self._deals = self._deals_of(batch, microbatches, length, trains=trains)
         parts = [
             self.split.split(microbatch, deal)
             for microbatch, deal in zip(microbatches, self._deals, strict=True)
@@ -119,14 +119,25 @@ class SequenceParts(StepParticipant):
             during.callback(self._open, is_open=False)
             yield parts
 
-    def _deals_of(self, batch: Any, microbatches: Sequence[Any], length: int) -> list[Deal | None]:
+    def _describe(self, batch: Any, length: int, *, trains: bool) -> None:
+        """Say how packed rows are divided, once in training and once in evaluation."""
+        if not self.deals or trains in self._described:
+            return
+        if how := self._dealing.described(batch, length, trains=trains):
+            self._described.add(trains)
+            mode = "training" if trains else "evaluation"
+            rank_zero_info(f"MegatronStrategy: in {mode}, {how}.")
+
+    def _deals_of(
+        self, batch: Any, microbatches: Sequence[Any], length: int, *, trains: bool
+    ) -> list[Deal | None]:
         """Return the chunks of each micro-batch."""
         if not self.deals:
             return [None] * len(microbatches)
-        if torch.is_grad_enabled():
-            return [self._dealing.of_rows(rows, length) for rows in microbatches]
+        if trains:
+            return [self._dealing.of_rows(rows, length, trains=True) for rows in microbatches]
         # Outputs of all micro-batches are joined together, after the run.
-        return [self._dealing.of_rows(batch, length)] * len(microbatches)
+        return [self._dealing.of_rows(batch, length, trains=False)] * len(microbatches)
 
     def around_forward(
         self, run: StepRun, stage: int, microbatch: int

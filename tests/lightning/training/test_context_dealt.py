@@ -10,16 +10,19 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import ContextOptions
+from megatron_lightning.config import ContextOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers import CoreAttention
 from megatron_lightning.layers.styles import ContextAttention, DividedRows, GatheredTokens
 from megatron_lightning.parallel import ShardingPlan
+from megatron_lightning.parallel.sequence import SequencePart
+from megatron_lightning.strategies import run_pipeline
 from tests.lightning.support import Layout, layouts, make_layout, run, single
 from tests.lightning.training.test_context_found import _gemma
 from tests.lightning.training.test_context_transformers import (
@@ -38,6 +41,9 @@ from tests.lightning.training.test_context_transformers import (
 _PARTS: dict[str, Any] = {"context_parallel_size": 2, "micro_batch_size": 1}
 CP4_DEALT = make_layout("cp4-dealt", 4, 1, context_parallel_size=4, micro_batch_size=2, **DEALT)
 CP2_AUTO = make_layout("cp2-auto", 2, 1, **_PARTS)
+CP2_EXPLICIT = make_layout(
+    "cp2-explicit", 2, 1, **_PARTS, **DEALT, pipeline_options=PipelineOptions(explicit_steps=True)
+)
 CP2_PP2_DEALT = make_layout(
     "cp2-pp2-dealt", 4, 1, pipeline_model_parallel_size=2, **_PARTS, **DEALT
 )
@@ -74,6 +80,47 @@ def test_predictions_are_full_rows_in_order(
     for rank in run(layout, _predict, tmp_path, make, True):
         assert rank["logits"] == pytest.approx(expected["logits"], rel=1e-4, abs=1e-5)
         assert torch.equal(rank["rows"], expected["rows"])
+
+
+class _Explicit(Module):
+    """Predicts with gradients, as attributions do."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.enable_grad():
+            logits = run_pipeline(self, self._logits, batch)
+        return {"logits": logits.detach()}
+
+
+def _predict_explicitly(layout: Layout, folder: str) -> Tensor:
+    predicting = layout.trainer(folder, inference_mode=False)
+    outputs = predicting.predict(_Explicit(_llama), _loader(layout.data, True))
+    return torch.cat([out["logits"] for out in outputs])
+
+
+def test_predictions_with_gradients_are_in_order(tmp_path: Path) -> None:
+    expected = single(_predict, _llama, True)["logits"]
+    for logits in run(CP2_EXPLICIT, _predict_explicitly, tmp_path):
+        assert logits == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+class _Undeclared(Module):
+    """Divides positions itself, for two chunks."""
+
+    sequence_dims: ClassVar[Any] = {"input_ids": 1, "targets": 1}
+
+    def _logits(self, batch: Any) -> Tensor:
+        tokens, positions = batch["input_ids"], batch["position_ids"]
+        if tokens.shape != positions.shape:
+            positions = SequencePart(dist.get_rank(), 2).split(positions, 1)
+        return self.model(input_ids=tokens, position_ids=positions).logits
+
+
+@pytest.mark.slow
+def test_positions_that_a_step_divides(tmp_path: Path) -> None:
+    losses, value = single(_fit, _gemma, _Undeclared, True)
+    for rank in run(CP2_DEALT, _fit, tmp_path, _gemma, _Undeclared, True):
+        assert rank[0] == pytest.approx(losses, rel=1e-5)
+        assert rank[1] == pytest.approx(value, rel=1e-5)
 
 
 # ----------------------------------------------------------------------------------------- own plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_lightning.assembly.checks.dealt_rows import check_chunks, why_two_chunks
 from megatron_lightning.config import ContextOptions
@@ -21,12 +22,15 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.attention.sequence_info import Documents, SequenceInfo
 from megatron_lightning.layers.context.blocks import Block, blocks, visible_blocks
 from megatron_lightning.layers.styles import ContextAttention, GatheredTokens, RowParallel
+from megatron_lightning.models import GPTModel, TransformerConfig
 from megatron_lightning.parallel import ShardingPlan
 from megatron_lightning.parallel.deal import Deal, balanced_deal, chunk_numbers, chunk_work
 from megatron_lightning.parallel.sequence import SequencePart, join
 from megatron_lightning.pipeline.batch.sequence_arguments import SequenceArguments
 from megatron_lightning.rules import check_sequence_length
+from megatron_lightning.step.values import sequence_parts
 from megatron_lightning.step.values.dealing import Dealing
+from megatron_lightning.step.values.sequence_parts import SequenceParts
 from megatron_lightning.strategies import MegatronStrategy
 
 ORACLE = json.loads((Path(__file__).parents[2] / "oracles" / "rope_cp.json").read_text())
@@ -246,14 +250,17 @@ def _scope(**plans: ShardingPlan) -> Any:
     )
 
 
+_DIMS = {"tokens": 1, "document_ids": 1}
+
+
 def test_a_plan_that_takes_no_deals_keeps_zigzag_for_all() -> None:
     """Also one that is given no positions, beside a model that takes deals."""
     model = ShardingPlan(
         modules={"": ContextAttention()}, positions="position_ids", takes_deals=True
     )
-    assert Dealing.of(_scope(model=model)).chunks is None
+    assert Dealing.of(_scope(model=model), _DIMS).chunks is None
     joins = ShardingPlan(modules={"": GatheredTokens()})
-    assert Dealing.of(_scope(model=model, joins=joins)).chunks == 2
+    assert Dealing.of(_scope(model=model, joins=joins), _DIMS).chunks == 2
     scope = _scope(model=model, joins=joins)
     why = why_two_chunks(scope.module, scope.part.plans.applied)
     assert why == "the sharding plan of _Joins does not say takes_deals=True"
@@ -261,23 +268,129 @@ def test_a_plan_that_takes_no_deals_keeps_zigzag_for_all() -> None:
     with pytest.raises(ConfigError, match=r"chunks_per_rank is 4, .* plan of _Joins"):
         check_chunks(why, 4)
     takes = ShardingPlan(modules={"": GatheredTokens()}, takes_deals=True)
-    assert Dealing.of(_scope(model=model, joins=takes)).chunks is None
+    assert Dealing.of(_scope(model=model, joins=takes), _DIMS).chunks is None
     other = ShardingPlan(modules={"": RowParallel()})
-    assert Dealing.of(_scope(model=model, other=other)).chunks is None
+    assert Dealing.of(_scope(model=model, other=other), _DIMS).chunks is None
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "takes"),
+    [(True, None, True), (True, False, False), (None, True, True), (False, None, False)],
+)
+def test_the_second_plan_says_whether_a_model_takes_deals(
+    first: bool | None, then: bool | None, takes: bool
+) -> None:
+    plans = (ShardingPlan(modules={}, takes_deals=says) for says in (first, then))
+    assert next(plans) | next(plans) == ShardingPlan(modules={}, takes_deals=takes)
+
+
+class _Wrapped(nn.Module):
+    """Mixes tokens beside a GPTModel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = TransformerConfig(
+            num_layers=1, hidden_size=32, num_attention_heads=4, vocab_size=32
+        )
+        self.gpt = GPTModel(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.gpt(tokens)
+        return x + x.roll(1, 0)
+
+
+def test_code_around_a_gpt_model_keeps_zigzag() -> None:
+    """The plan of the model says takes_deals=True for the model alone."""
+    model = _Wrapped()
+    plan = model.gpt.sharding_plan() | ShardingPlan(modules={})
+    assert plan.takes_deals and why_two_chunks(model.gpt, {"": plan}) is None
+    assert "code of others" in (why_two_chunks(model, {"": plan}) or "")
+
+
+def _described(
+    dealing: Dealing, batch: Any, length: int, *, trains: bool = True, packed: bool = True
+) -> str:
+    """Return the line about a batch, after a check that the batch is dealt as the line says."""
+    line = dealing.described(batch, length, trains=trains) or ""
+    deal = dealing.of_rows(batch, length, trains=trains)
+    assert (deal is not None) == (", dealt by" in line) and packed == bool(line)
+    return line
+
+
+def _ids(length: int, name: str = "document_ids") -> dict[str, Tensor]:
+    """Return a batch of a row with two documents."""
+    ids = torch.arange(length)[None]
+    return {name: (ids > length // 3).long() if name == "document_ids" else ids % (length // 2)}
 
 
 def test_a_line_says_how_packed_rows_are_divided() -> None:
-    batch = {"document_ids": torch.zeros(1, 6000)}
-    assert "8 to 16 chunks of a packed row of 8192 tokens, dealt" in (
-        Dealing(8, None).described(batch, 8192) or ""
-    )
-    two = Dealing(8, None).described(batch, 8168) or ""
+    line = _described(Dealing(8, None), _ids(8192), 8192)
+    assert "8 to 16 chunks of a packed row of 8192 tokens, dealt" in line
+    two = _described(Dealing(8, None), _ids(8168), 8168)
     assert "2 chunks of a packed row of 8168 tokens, not dealt" in two
-    assert "not dealt by the work of attention: a norm" in (
-        Dealing(8, 2, why_two="a norm").described(batch, 8192) or ""
-    )
-    assert Dealing(8, 2).described(batch, 8192) is None
-    assert Dealing(8, None).described({"tokens": 0}, 8192) is None
+    norm = _described(Dealing(8, 2, why_two="a norm"), _ids(8192), 8192)
+    assert "not dealt by the work of attention: a norm" in norm
+    _described(Dealing(8, 2), _ids(8192), 8192, packed=False)
+    by_positions = Dealing(8, None, by_positions=True)
+    assert ", dealt" in _described(by_positions, _ids(8192, "position_ids"), 8192)
+    two = _described(replace(by_positions, chunks=2, why_two="it"), _ids(64, "position_ids"), 64)
+    assert two.endswith("not dealt by the work of attention: it")
+
+
+def test_no_line_is_said_where_no_row_is_packed() -> None:
+    """A transformers model reads positions alone, a GPTModel document_ids alone."""
+    positions, by_positions = _ids(8192, "position_ids"), Dealing(8, None, by_positions=True)
+    _described(by_positions, _ids(8192), 8192, packed=False)
+    _described(by_positions, {"position_ids": torch.arange(8192)[None]}, 8192, packed=False)
+    of_axes = positions["position_ids"].expand(3, 1, 8192)
+    _described(by_positions, {"position_ids": of_axes}, 8192, packed=False)
+    _described(Dealing(8, None), positions, 8192, packed=False)
+    _described(Dealing(8, None), {"document_ids": torch.zeros(1, 8192)}, 8192, packed=False)
+    _described(Dealing(8, None), [torch.zeros(1, 8192)], 8192, packed=False)
+
+
+@pytest.mark.parametrize("chunks", ["auto", 4])
+def test_rows_are_not_dealt_by_an_entry_that_is_not_declared(chunks: Any) -> None:
+    """A step that divides the entry itself counts on two chunks."""
+    plan = ShardingPlan(modules={}, positions="position_ids", takes_deals=True)
+    scope = _scope(model=plan)
+    scope.context.context_options = ContextOptions(chunks_per_rank=chunks)
+    assert Dealing.of(scope, {"tokens": 1, "document_ids": -1}).is_declared
+    for dims in ({"tokens": 1}, {"tokens": 1, "document_ids": 0}, {"position_ids": 1}):
+        line = _described(Dealing.of(scope, dims), _ids(8192), 8192)
+        assert "2 chunks of a packed row" in line
+        assert line.endswith("sequence_dims does not declare dim 1 of 'document_ids'")
+    packed = _scope(model=replace(plan, packed_positions=True))
+    assert not Dealing.of(packed, _DIMS).is_declared
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_lengths_are_looked_at_before_documents(is_packed: bool) -> None:
+    """Documents differ on data-parallel ranks, lengths do not. Evaluation goes on."""
+    dealing, batch = Dealing(2, 4), _ids(100)
+    if not is_packed:
+        batch["document_ids"] = torch.zeros(1, 100)
+    for asks in (dealing.of_rows, dealing.described):
+        with pytest.raises(ConfigError, match=r"100 tokens do not .* multiple of 8,"):
+            asks(batch, 100, trains=True)
+    line = _described(dealing, batch, 100, trains=False, packed=is_packed)
+    assert "100 tokens do not divide into 4 chunks for each of 2 ranks" in line or not is_packed
+    assert dealing.of_rows({"tokens": batch["document_ids"]}, 100, trains=True) is None
+
+
+def test_training_is_described_after_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sanity check comes first, and its rows may be others."""
+    lines: list[str] = []
+    monkeypatch.setattr(sequence_parts, "rank_zero_info", lines.append)
+    parts = SequenceParts.__new__(SequenceParts)
+    parts.deals, parts._dealing, parts._described = True, Dealing(2, None), set()
+    for trains, length in ((False, 136), (True, 512)):
+        for batch in ({"tokens": 0}, _ids(length), _ids(length)):
+            parts._describe(batch, length, trains=trains)
+    assert [line.partition(" tokens")[0] for line in lines] == [
+        "MegatronStrategy: in evaluation, each rank holds 2 chunks of a packed row of 136",
+        "MegatronStrategy: in training, each rank holds 4 chunks of a packed row of 512",
+    ]
 
 
 def test_computed_positions_of_dealt_rows_are_refused() -> None:
