@@ -77,7 +77,7 @@ class PipelinedStepRunner(StepRunner):
             begun = self._begin_training(batch, indices, batch_size_of(batch) or 1)
             output = self._explicitly("training_step", batch, indices)
         else:
-            with self._parts(batch) as microbatches:
+            with self._parts("training_step", batch) as microbatches:
                 num_samples = sum(batch_size_of(part) or 1 for part in microbatches)
                 begun = self._begin_training(batch, indices, num_samples)
                 step = self._scope.module.training_step
