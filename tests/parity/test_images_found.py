@@ -135,6 +135,26 @@ def test_training_equals_one_process(layout: str, names: list[str]) -> None:
                 assert np.allclose(own_weights[key], weights[key], rtol=0, atol=1e-5), key
 
 
+class Placed(Found):
+    """Passes positions of height and width, which a collator may have made."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        positions = torch.arange(LENGTH).expand(3, BATCH, LENGTH).clone()
+        positions[1:, :, 4:] += 2
+        return super().training_step({**batch, "position_ids": positions}, batch_idx)
+
+
+def _placed(options: dict[str, Any] | None) -> list[float]:
+    samples: Any = rows("qwen3.5", "it")
+    return fit(options, Placed("qwen3.5"), DataLoader(samples, BATCH), steps=2).norms
+
+
+def test_positions_of_images_are_no_documents() -> None:
+    (alone,) = run_ranks(1, _placed, None)
+    for norms in run_ranks(2, _placed, CP2):
+        assert norms == pytest.approx(alone, rel=1e-5)
+
+
 class Evaluated(Found):
     """Enters inference mode, as Lightning does around evaluation on GPUs."""
 

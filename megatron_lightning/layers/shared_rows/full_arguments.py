@@ -97,7 +97,7 @@ class FullArguments:
         self._check_types(name, names.types, given.get(names.types))
         usual = torch.arange(length, device=None if positions is None else positions.device)
         if positions is not None and not bool((positions == usual).all()):
-            if not self.parts_documents:
+            if not self.parts_documents and not self._has_axes(positions):
                 raise ConfigError(
                     f"{name} was given position_ids that begin documents within a row, and does "
                     "not keep such documents apart, in one process or on ranks that share its "
@@ -145,6 +145,12 @@ class FullArguments:
                         "entry of the batch out of sequence_dims, or pad it by a token if it is "
                         "full."
                     )
+
+    def _has_axes(self, positions: Tensor) -> bool:
+        """Return whether positions are those in images [3, b, s], which begin no documents: of
+        four, the first do.
+        """
+        return self.ranks.takes_media and positions.ndim == 3 and positions.shape[0] == 3
 
     def _check_types(self, name: str, key: str, types: Tensor | None) -> None:
         reads_none = self.keeps_masks and RingMixer.kind in self.kinds.values()
