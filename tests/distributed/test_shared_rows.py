@@ -26,6 +26,7 @@ from megatron_lightning.layers.shared_rows.mixers import SharingRanks
 from megatron_lightning.layers.state_space.segments import Segments
 from megatron_lightning.layers.styles import DividedRows, GatheredTokens
 from megatron_lightning.parallel.deal import Deal
+from megatron_lightning.parallel.documents import Documents
 from megatron_lightning.parallel.grid.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.parallel.sequence import SequencePart
@@ -267,6 +268,33 @@ def test_dropout_of_any_kind_is_found(make: Any) -> None:
 def test_a_window_of_an_unknown_name_is_found_in_its_mask() -> None:
     for message in run_ranks(2, _long_rows):
         assert "hides the first of 64 tokens from the last one" in message
+
+
+def test_masks_beside_images_are_those_of_causality_and_windows() -> None:
+    """A batch may be the first whose mask hides an image from the tokens behind another one."""
+    ranks = SharingRanks(AxisGroup("cp", (0,), 0, None), takes_media=True)
+    attention: Any = lambda q, *_, **__: q  # noqa: E731
+    rows = torch.zeros(2, 1, 6, 8)
+
+    def attend(mask: Tensor, **given: Any) -> None:
+        ranks.left_out = (mask,)
+        ring.RingFunctions(attention, ranks).attend(nn.Identity(), rows, rows, rows, None, **given)
+
+    causal = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    window, hidden, ahead, packed = causal.triu(-2), causal.clone(), causal.clone(), causal.clone()
+    hidden[1, 0, 4, 1], ahead[1, 0, 2, 3], packed[..., 4:, :4] = False, True, False
+    numbers = torch.where(causal, 0.0, torch.finfo(torch.float32).min)
+    documents = Documents(((0, 4, 6),) * 2)
+    attend(causal)
+    attend(numbers)
+    attend(window, sliding_window=3)
+    attend(packed, documents=documents)
+    for wrong, given in (
+        (hidden, {}), (ahead, {}), (window, {}), (window, {"sliding_window": 4}), (packed, {}),
+        (causal, {"documents": documents}),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="others than causality and windows do"):
+            attend(wrong, **given)
 
 
 _SEQUENCE_INFO = ring.SequenceInfo

@@ -67,8 +67,10 @@ class SharingRanks:
     """Chunks of the micro-batch at hand. None: zigzag."""
     takes_media: bool = False
     """Whether rows may hold images or sounds, whose tokens may see one another."""
-    looks_ahead: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
-    """Masks that a ring leaves out -> whether a token sees a later one."""
+    usual: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    """Masks of rows that may hold media -> window and documents -> whether they say the same."""
+    left_out: tuple[Tensor, ...] = ()
+    """Masks of the module at hand that the ring leaves out."""
 
     @property
     def part(self) -> SequencePart:

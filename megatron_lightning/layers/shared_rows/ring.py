@@ -2,7 +2,7 @@
 
 A module of ``transformers`` looks its attention function up by name. Here it finds ours, with
 sinks, capped scores and windows, and with every ``cp_comm_type``. A mask is not read: the proof
-shows that causality and the window say the same.
+shows that causality and the window say the same, and with images each mask is compared.
 """
 
 from __future__ import annotations
@@ -75,12 +75,13 @@ class RingMixer(SharedMixer):
         """
         documents = self._documents(kwargs)
         args, kwargs = self.split_full((args, kwargs))
+        masks: list[Tensor] = []
 
         def without_mask(place: str, tensor: Tensor) -> Any:
             if place not in self.arguments.inputs.masks and not place.endswith(f"['{_MASK}']"):
                 return tensor
-            if self.ranks.takes_media:
-                self._check_causal(tensor)
+            if self.ranks.takes_media and tensor.ndim == 4:
+                masks.append(tensor)
             if not self._has_window and not documents:
                 self._check_mask(tensor)
             return None
@@ -88,7 +89,11 @@ class RingMixer(SharedMixer):
         args, kwargs = changed((args, kwargs), without_mask)
         if _CACHE in kwargs:
             kwargs[_CACHE] = None
-        return forward(*args, **kwargs, **documents)
+        self.ranks.left_out = tuple(masks)  # attention knows its window
+        try:
+            return forward(*args, **kwargs, **documents)
+        finally:
+            self.ranks.left_out = ()
 
     def _check_mask(self, mask: Tensor) -> None:
         """Check that the last token sees the first one. A window of an unknown name may be longer
@@ -107,24 +112,6 @@ class RingMixer(SharedMixer):
                 f"a mask hides the first of {mask.shape[-1]} tokens from the last one, and the "
                 "short row in which ranks of context_parallel_size looked for what mixes tokens "
                 "has shown no window. Name the attribute that holds its length sliding_window, set "
-                'ContextOptions(mixers={"**": "rows"}), or set context_parallel_size to 1.'
-            )
-
-    def _check_causal(self, mask: Tensor) -> None:
-        """Check that no token sees a later one, as the tokens of an image may.
-
-        Raises:
-            ConfigError: If one does.
-        """
-        known = self.ranks.looks_ahead
-        if mask.ndim != 4:
-            return
-        if mask not in known:
-            known[mask] = bool(_is_seen(mask).triu(1).any())
-        if known[mask]:
-            raise ConfigError(
-                "a mask lets a token see a later one, as tokens of an image may see one another, "
-                "which the rows before have not shown to the ranks of context_parallel_size. Set "
                 'ContextOptions(mixers={"**": "rows"}), or set context_parallel_size to 1.'
             )
 
@@ -228,6 +215,8 @@ class RingFunctions:
             documents = Documents(((0, length),), deal)
         own: Any = module
         window = sliding_window or getattr(own, "sliding_window", None)
+        for mask in self._ranks.left_out:
+            self._check_mask(mask, window, documents)
         causal = bool(getattr(own, "is_causal", True) if is_causal is None else is_causal)
         sequence = SequenceInfo(
             causal=causal, window=None if window is None else window - 1, documents=documents
@@ -237,3 +226,36 @@ class RingFunctions:
         q, k, v = with_equal_heads(query, key, value)
         out = self._attention(q, k, v, sequence, scale, softcap=softcap, sink=s_aux)
         return out[..., :size].transpose(1, 2).contiguous(), None
+
+    def _check_mask(self, mask: Tensor, window: int | None, documents: Documents | None) -> None:
+        """Check that a mask says what attention computes, in every entry: masks of images may
+        differ from call to call.
+
+        Raises:
+            ConfigError: If it says something else.
+        """
+        known = self._ranks.usual.get(mask) or {}
+        self._ranks.usual[mask] = known
+        what = window, documents
+        if what not in known:  # read from the device once for all modules
+            usual = _usual_mask(mask, window, documents)
+            known[what] = usual.shape[-2:] == mask.shape[-2:] and torch.equal(
+                _is_seen(mask), usual.expand_as(mask)
+            )
+        if not known[what]:
+            raise ConfigError(
+                "a mask lets tokens see others than causality and windows do, as tokens of images "
+                "may, which the rows before have not shown to the ranks of context_parallel_size. "
+                'Set ContextOptions(mixers={"**": "rows"}), or set context_parallel_size to 1.'
+            )
+
+
+def _usual_mask(mask: Tensor, window: int | None, documents: Documents | None) -> Tensor:
+    """Return which keys causality, a window and documents let queries see."""
+    at = torch.arange(mask.shape[-1], device=mask.device)
+    distance = at[:, None] - at
+    usual = (distance >= 0) & (distance < (window or len(at)))
+    if documents is None or documents.are_full_rows:
+        return usual
+    first = at - documents.positions(device=mask.device)
+    return (usual & (first[:, :, None] == first[:, None, :]))[:, None]
