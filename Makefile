@@ -9,7 +9,7 @@ INTEROP := .venv/.installed-interop
 # Packages that do not fit beside the others have an environment of their own, and pins of their own.
 APART := .venv/apart
 APART_INSTALLED := $(APART)/.installed
-NOT_APART := ^(anyio|httpcore2|httpx2?|importlib_metadata|pyarrow|urllib3)==
+NOT_APART := ^(anyio|cloudpickle|fastapi|httpcore2|httpx2?|importlib_metadata|pyarrow|python-multipart|starlette|urllib3)==
 APART_TESTS := tests/lightning/callbacks/test_trackers.py tests/project/test_cluster_launchers.py -k "mlflow or nemo_run"
 # What pytest reports, for benchmarks.slices: skips by module, and the record of docs/support.md.
 REPORT := .pytest_cache/report.xml
