@@ -234,8 +234,10 @@ class RingFunctions:
         Raises:
             ConfigError: If it says something else.
         """
-        known = self._ranks.usual.get(mask) or {}
-        self._ranks.usual[mask] = known
+        masks = self._ranks.usual
+        if mask not in masks:
+            masks[mask] = {}
+        known = masks[mask]
         what = window, documents
         if what not in known:  # read from the device once for all modules
             usual = _usual_mask(mask, window, documents)
