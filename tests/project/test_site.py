@@ -197,5 +197,5 @@ def test_extras_are_listed_with_what_each_is_for() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     table = (DOCS / "public_names.md").read_text().partition("## Extras")[2]
-    rows = re.findall(r"^\| `(\w+)` \| .{9,}\|$", table, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \| .{9,}\|$", table, re.MULTILINE)
     assert sorted(rows) == sorted(setup["options.extras_require"])
