@@ -134,24 +134,35 @@ def _compare_ranks(layouts: list[str], folder: Path) -> None:
             assert (plain[2], kept[2]) == (False, True)
 
 
+def _texts(engine: Engine) -> list[Any]:
+    return [(own.tokens, own.logprobs) for (own,) in engine.generate(BEGINS, GREEDY)]
+
+
+def _near(texts: list[Any]) -> list[Any]:
+    """Return what such texts compare equal to: products of fewer rows round differently on some
+    processors.
+    """
+    return [(tokens, pytest.approx(logprobs, abs=1e-5)) for tokens, logprobs in texts]
+
+
 def test_a_block_of_calls_keeps_keys_until_weights_change() -> None:
     model = model_of(CONFIGS["grouped"])
     engine = Engine.of(model)
-    first = engine.generate(BEGINS, GREEDY)
-    assert first == engine.generate(BEGINS, GREEDY)
+    first = _texts(engine)
+    assert first == _texts(engine)
     assert not engine.prefix_counts.reused
     with engine.active() as scheduler:
-        assert engine.generate(BEGINS, GREEDY) == first
+        assert _texts(engine) == first
         assert not engine.prefix_counts.reused
-        assert engine.generate(BEGINS, GREEDY) == first
+        assert _texts(engine) == _near(first)
         # All but the last few tokens of three prompts. The fourth has no block.
         assert engine.prefix_counts.reused > sum(len(begin) - 3 for begin in BEGINS[:3])
         for p in model.parameters():
             p.data.mul_(0.7)
-        stale = engine.generate(BEGINS, GREEDY)
+        stale = _texts(engine)
         scheduler.restart()
-        fresh = engine.generate(BEGINS, GREEDY)
-    assert fresh == engine.generate(BEGINS, GREEDY) != stale
+        fresh = _texts(engine)
+    assert _near(fresh) == _texts(engine) != stale
 
 
 def test_an_error_inside_a_block_leaves_no_text_behind() -> None:
