@@ -57,7 +57,7 @@ class Deal:
 
 
 class DealTaker(Protocol):
-    """What needs to know which tokens a rank holds, and is not told in its calls."""
+    """Holds tokens of a rank, and learns outside of its calls which ones."""
 
     deal: Deal | None
     """Chunks of the micro-batch at hand, which a step sets around each forward and backward. None:

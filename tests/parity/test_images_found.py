@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from megatron_lightning.config import CompileOptions
 from megatron_lightning.errors import MegatronLightningError
 from megatron_lightning.layers.shared_rows import media, mixers
 from megatron_lightning.layers.shared_rows.entry import shared_models
@@ -28,6 +29,7 @@ from tests.helpers.image_models import FLAT, IMAGE_TOKEN, MERGED, PATCH, SIZE
 from tests.parity.test_images_context import BATCH, LENGTH, STEPS, Reader
 
 CP2: dict[str, Any] = {CP: 2}
+EAGER = CompileOptions(backend="aot_eager")
 PACKED = ("gemma3-packed",)
 """Models whose rows hold two conversations."""
 NUM_TOKENS = {"qwen3.5": 1, "granite4": 3}
@@ -105,6 +107,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp4": (4, {CP: 4}),
     "cp2-zero1": (4, CP2),
     "cp2-fsdp": (4, {**CP2, "data_parallel": "fsdp"}),
+    "cp2-compiled": (2, {**CP2, "compile": "block", "compile_options": EAGER}),
     "tp2-cp2": (4, {TP: 2, **CP2}),
 }
 FAST = [pytest.param("cp2", ["gemma3", "granite4"], id="cp2-usual")]

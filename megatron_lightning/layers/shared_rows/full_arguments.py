@@ -77,7 +77,8 @@ class FullArguments:
             value = given.get(key)
             if value is None:
                 continue
-            dim = value.ndim - 1 if key == names.positions else 1  # several for a token of an image
+            # Positions may be several for a token of an image.
+            dim = -1 if key == names.positions else 1
             columns = value.shape[dim] if isinstance(value, Tensor) and value.ndim > 1 else None
             if columns not in (length, part_length):
                 raise ConfigError(
@@ -86,7 +87,7 @@ class FullArguments:
                     "comes from in sequence_dims, and do not cut sequences in the step."
                 )
             if columns == part_length:
-                given[key] = full_rows(value, self.ranks.group, dim, self.ranks.deal)
+                given[key] = full_rows(value, self.ranks.group, dim % value.ndim, self.ranks.deal)
         mask, positions = given.pop(names.mask, None), given.pop(names.positions, None)
         if mask is not None and not bool(mask.all()):
             raise ConfigError(

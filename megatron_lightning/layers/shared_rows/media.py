@@ -42,7 +42,7 @@ Full = Callable[[], AbstractContextManager[None]]
 
 @dataclass
 class Media:
-    """What the blocks of a model do with images and sounds.
+    """Proves calls with images and sounds, and joins hidden states behind blocks for them.
 
     Args:
         model: The model, with its modules bound.
@@ -66,7 +66,7 @@ class Media:
     _joined: dict[frozenset[str], frozenset[str]] = field(
         default_factory=lambda: {frozenset(): frozenset()}
     )
-    """What a call brings -> paths of blocks behind which hidden states are joined."""
+    """Names of what a call brings -> paths of blocks behind which hidden states are joined."""
     _now: frozenset[str] = frozenset()
 
     @property
@@ -79,15 +79,16 @@ class Media:
         nothing reads them.
 
         Raises:
-            ConfigError: If blocks are compiled.
+            ConfigError: If a block is compiled with its hooks.
         """
         for path, block in self.blocks.items():
             module = self.model.get_submodule(path)
             if module._compiled_call_impl is not None:
                 raise ConfigError(
-                    f'compile="block" compiles {path} of {type(self.model).__name__}, and ranks '
-                    "join hidden states behind blocks where images need it, which makes no graph. "
-                    "Leave compile out, or set context_parallel_size to 1."
+                    f"{path} of {type(self.model).__name__} was compiled by its compile(), hooks "
+                    "and all, and ranks join hidden states in a hook where images need it, which "
+                    'makes no graph. Set MegatronStrategy(compile="block") instead, which leaves '
+                    "hooks out, or set context_parallel_size to 1."
                 )
             module.register_forward_hook(_Join(self, block), with_kwargs=True)
         self._leave_masks_out()
@@ -97,7 +98,8 @@ class Media:
         self.maskless = leave_masks_out(self.model, rings, self.blocks)
 
     def begin(self, given: dict[str, Any], length: int, full: Full) -> None:
-        """Prepare for a call. What no call has brought before is proven. A collective of all ranks.
+        """Prepare for a call. What no call has brought before is proven. A collective of the ranks
+        that ``agree`` joins.
 
         Args:
             given: Arguments of full rows.

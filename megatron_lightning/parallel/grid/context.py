@@ -22,10 +22,10 @@ from megatron_lightning.parallel.calls import Call, check_calls, current_call
 from megatron_lightning.parallel.grid.grid import RankGrid, divided
 from megatron_lightning.parallel.grid.layout import ParallelLayout
 from megatron_lightning.parallel.grid.nccl import (
+    CommunicatorKey,
     NcclOptions,
-    Shared,
+    communicator_key,
     options_of_communicators,
-    shared_by,
 )
 from megatron_lightning.parallel.random.rng import RngStreams
 from megatron_lightning.rules import check_levels
@@ -152,19 +152,19 @@ class ParallelContext:
         self.grid = RankGrid(layout, self.world_size)
         self._timeout = timeout
         self._is_planned = planned_world_size is not None
-        self._communicators: dict[Shared, dist.ProcessGroup | None] = {}
+        self._communicators: dict[CommunicatorKey, dist.ProcessGroup | None] = {}
         world = tuple(range(self.world_size))
         ranks_of = {name: tuple(sorted(self.grid.group_of(self.rank, name))) for name in GROUPS}
-        shared = {name: shared_by(name, ranks) for name, ranks in ranks_of.items()}
-        self._nccl_options = options_of_communicators(nccl_options or {}, shared)
+        keys = {name: communicator_key(name, ranks) for name, ranks in ranks_of.items()}
+        self._nccl_options = options_of_communicators(nccl_options or {}, keys)
         if initialized:
-            self._communicators[shared_by("world", world)] = dist.group.WORLD
+            self._communicators[communicator_key("world", world)] = dist.group.WORLD
             compat.at_end_of_main_thread(compat.destroy_process_groups, last=True)
         self._groups = {"world": self._axis_group("world", world)}
-        if shared_by("world", world) in self._nccl_options or layout.replica_size > 1:
+        if communicator_key("world", world) in self._nccl_options or layout.replica_size > 1:
             # The default group may have other options. And users' collectives on the default group
             # must be distinguishable from our own collectives of an axis over all ranks.
-            del self._communicators[shared_by("world", world)]
+            del self._communicators[communicator_key("world", world)]
         for name in GROUPS:
             self._groups[name] = self._axis_group(name, ranks_of[name])
         self._groups["embedding"] = self._axis_group(
@@ -207,11 +207,11 @@ class ParallelContext:
         return inner, outer
 
     def _axis_group(self, name: str, ranks: tuple[int, ...]) -> AxisGroup:
-        """Create the group, or reuse a communicator (:func:`shared_by`): equal for all members, so
-        no rank waits.
+        """Create the group, or reuse a communicator (:func:`communicator_key`): equal for all
+        members, so no rank waits.
         """
         ranks = tuple(sorted(ranks))
-        key = shared_by(name, ranks)
+        key = communicator_key(name, ranks)
         if key not in self._communicators:
             self._communicators[key] = self.new_process_group(ranks, name)
         position = ranks.index(self.rank) if self.rank in ranks else -1
@@ -229,9 +229,8 @@ class ParallelContext:
             # have two names, and both sides would wait forever.
             dist.new_group([self.rank], timeout=self._timeout, use_local_synchronization=True)
             return None
-        options = (
-            self._nccl_options.get(shared_by(name, ranks)) if self.device.type == "cuda" else None
-        )
+        key = communicator_key(name, ranks)
+        options = self._nccl_options.get(key) if self.device.type == "cuda" else None
         group = dist.new_group(
             list(ranks),
             timeout=self._timeout,

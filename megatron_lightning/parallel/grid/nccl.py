@@ -124,42 +124,42 @@ def _options(group: object, values: Mapping[str, Any], path: str | Path) -> Nccl
         raise ConfigError(f"{path}, {group}: {error}") from None
 
 
-class Shared(NamedTuple):
-    """What groups with one communicator have in common."""
+class CommunicatorKey(NamedTuple):
+    """Key of a communicator: groups with equal keys share it."""
 
     ranks: tuple[int, ...]
     reduces_gradients: bool
     """Whether they are groups of data-parallel ranks."""
 
 
-def shared_by(name: str, ranks: tuple[int, ...]) -> Shared:
-    """Return which groups a group shares a communicator with: those of the same ranks.
+def communicator_key(name: str, ranks: tuple[int, ...]) -> CommunicatorKey:
+    """Return the key of a group's communicator, which groups of the same ranks share.
 
     A bucket of gradients is reduced as soon as a rank has its gradients, or at the end of backward
     where the rank has not used a parameter (an expert without a token). Between the exchanges of
     layers, that is not the same order on all ranks, so that groups of data-parallel ranks (``dp``,
     ``dp-cp``, ``tp-dp-cp``, ``edp``, ``world``) share none with the groups of layers.
     """
-    return Shared(ranks, "dp" in name or name == "world")
+    return CommunicatorKey(ranks, "dp" in name or name == "world")
 
 
 def options_of_communicators(
-    options: Mapping[str, NcclOptions], shared: Mapping[str, Shared]
-) -> dict[Shared, NcclOptions]:
+    options: Mapping[str, NcclOptions], keys: Mapping[str, CommunicatorKey]
+) -> dict[CommunicatorKey, NcclOptions]:
     """Return the options of a rank's communicators.
 
     Args:
         options: By the name of the group.
-        shared: Name of a group -> what it has in common with those that share its communicator.
+        keys: Name of a group -> key of its communicator.
 
     Raises:
         ConfigError: If two groups that share a communicator have different options.
     """
-    chosen: dict[Shared, tuple[str, NcclOptions]] = {}
+    chosen: dict[CommunicatorKey, tuple[str, NcclOptions]] = {}
     for name, group_options in options.items():
-        first_name, first_options = chosen.setdefault(shared[name], (name, group_options))
+        first_name, first_options = chosen.setdefault(keys[name], (name, group_options))
         if first_options != group_options:
-            ranks = shared[name].ranks
+            ranks = keys[name].ranks
             raise ConfigError(
                 f"the NCCL options of {first_name} and {name} differ, and both are the "
                 f"{len(ranks)} ranks {ranks}, which share a communicator. Remove the options "

@@ -120,7 +120,7 @@ class SequenceParts(StepParticipant):
             yield parts
 
     def _describe(self, batch: Any, length: int, *, trains: bool) -> None:
-        """Say how packed rows are divided, once in training and once in evaluation."""
+        """Log how packed rows are divided, once in training and once in evaluation."""
         if not self.deals or trains in self._described:
             return
         if how := self._dealing.described(batch, length, trains=trains):

@@ -20,9 +20,9 @@ from megatron_lightning.parallel.grid.gpu_queues import (
 )
 from megatron_lightning.parallel.grid.nccl import (
     NcclOptions,
+    communicator_key,
     options_of_communicators,
     read_nccl_options,
-    shared_by,
 )
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
@@ -84,7 +84,7 @@ def test_groups_of_the_same_ranks_cannot_differ() -> None:
     """Without context parallelism dp and dp-cp are one communicator."""
     few, many = NcclOptions(max_ctas=4), NcclOptions(max_ctas=8)
     ranks = {"dp": (0, 2), "dp-cp": (0, 2), "tp": (0, 1), "ep": (0, 2)}
-    shared = {name: shared_by(name, of_group) for name, of_group in ranks.items()}
+    shared = {name: communicator_key(name, of_group) for name, of_group in ranks.items()}
     with pytest.raises(
         ConfigError, match=r"dp and dp-cp differ, and both are the 2 ranks \(0, 2\)"
     ):
